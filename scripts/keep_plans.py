@@ -4,6 +4,8 @@
 
 With a plan in that file `meshlora.load` takes a large model of the family without a search. What is there of other
 families stays. A plan is no proof: `scripts/prove_families.py --family NAME --record` comes after it.
+
+With --check nothing is written: exit code 1 if another plan is found than that of the file.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ HEAD = "# Plans that were found and proved, by model_type. Written by scripts/ke
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", nargs="+")
-    wanted = parser.parse_args().family
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    wanted = options.family
     before = {name: values for names, values in kept.all_shipped().items() for name in names.split()}
     feature.shipped = lambda _: None  # type: ignore[assignment] # what is in the file is found anew
     plans: dict[str, Any] = {name: values for name, values in before.items() if name not in wanted}
@@ -45,7 +49,12 @@ def main() -> int:
         values = {key: value for key, value in plans[name].items() if value}
         together.setdefault(yaml.safe_dump(values, sort_keys=False), []).append(name)
     groups = {" ".join(names): yaml.safe_load(text) for text, names in together.items()}
-    FILE.write_text(HEAD + yaml.safe_dump(groups, sort_keys=False, width=118), encoding="utf-8")
+    text = HEAD + yaml.safe_dump(groups, sort_keys=False, width=118)
+    if options.check:
+        is_same = text == FILE.read_text(encoding="utf-8")
+        print("the same plans" if is_same else f"{FILE.name} has other plans of some of {', '.join(wanted)}")
+        return 0 if is_same else 1
+    FILE.write_text(text, encoding="utf-8")
     return 0
 
 

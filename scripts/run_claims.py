@@ -74,6 +74,7 @@ CLAIMS: dict[str, Claim] = {
     "peers": Claim("scripts/try_peers.py --slice {turn}/20", may_refuse=True),
     "imports": Claim("scripts/import_against_peers.py trl", says="the same"),
     "gallery": Claim("scripts/judge_gallery.py --few 4", says="4 of 4 named, and proved"),
+    "found plans": Claim("scripts/keep_plans.py --check bert pegasus xlnet", says="the same plans"),
     "published": Claim("scripts/prove_published.py --only Qwen--Qwen3-8B --tp 2"),
 }
 

@@ -49,7 +49,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"benchmarks/", "minutes to hours; tests/ranks/test_benchmarks.py runs each in small"),
     (r"scripts/describe_house", "make house"),
     (
-        r"scripts/(prove_|gate_|chaos|try_peers|generate_faults|judge_trials|judge_gallery|import_against|same_adapter|two_nodes)",
+        r"scripts/(prove_|keep_plans|gate_|chaos|try_peers|generate_faults|judge_trials|judge_gallery|import_against|same_adapter|two_nodes)",
         "minutes to hours; make claims, each in small",
     ),
     (r"scripts/(run_claims|proof_slice)", "make claims, make proof-slice"),

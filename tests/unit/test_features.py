@@ -281,6 +281,7 @@ ALLOWED = {
     "wings/proved/families.py:check_proved_here": _OF_MODEL,
     "wings/quantized/kinds.py:_check_blocks": _OF_MODEL,
     "wings/stages/cut.py:idle": _NUMBERS,
+    "wings/stages/cut.py:with_choices": _OF_MODEL,
     "meshlora_extra/planner/trace.py:trace": _OF_MODEL,
     "verify/preflight.py:_of_all": _SHOWN,
     "verify/request.py:_check": _NUMBERS,

@@ -68,16 +68,14 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], ModelPlan]:
     """The plan of a model whose family no table has, on tp=2."""
-    known = styles.explicit_plan
 
     def plan(model: Any) -> ModelPlan:
-        monkeypatch.setattr(styles, "explicit_plan", lambda _: None)
-        monkeypatch.setattr(feature, "shipped", lambda _: None)
-        monkeypatch.setattr("meshlora.plan.derive.mixer_of", lambda *_: None)
-        model.config.get_text_config().base_model_tp_plan = None
-        found = plan_model(model, Topology.parse("tp=2"))
-        monkeypatch.setattr(styles, "explicit_plan", known)
-        return found
+        with monkeypatch.context() as patched:
+            patched.setattr(styles, "explicit_plan", lambda _: None)
+            patched.setattr(feature, "shipped", lambda _: None)
+            patched.setattr("meshlora.wings.mixers.feature.mixer_of", lambda *_: None)
+            model.config.get_text_config().base_model_tp_plan = None
+            return plan_model(model, Topology.parse("tp=2"))
 
     return plan
 

@@ -20,11 +20,18 @@ def _check(model_type: str, **overrides: Any) -> bool:
     return check_packing(twin_config(model_type, **overrides), attn_implementation=None, trust_remote_code=False)
 
 
-# Rotary and learned positions, sliding windows, chunked attention, experts, latent attention.
-@for_each("family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"])
+# Rotary and learned positions, sliding windows, experts, latent attention.
+@for_each("family", ["qwen3", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"])
 def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> None:
     """One sequence at a time, but where a mask depends on more than positions."""
-    assert _check(family) is (family != "llama4_text")
+    assert _check(family)
+
+
+def test_attention_that_scales_by_its_place_in_the_row_is_refused() -> None:
+    """Chunked attention, whose mask is of the whole row; llama4 numbers the tokens of a row for a scale, too."""
+    assert not _check("llama4_text", attn_temperature_tuning=False)
+    with pytest.raises(UnsupportedError, match="its layers mix sequences of one row"):
+        _check("llama4_text")
 
 
 # Attention of the model's own; an indexer that adds its choice of keys to the mask.

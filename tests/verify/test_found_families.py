@@ -16,7 +16,7 @@ from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
 from tests.run_files import TINY, copy_tokenizer, metrics_of, write_run_file
 
-HIDDEN = Path(__file__).parents[1] / "data" / "hidden_tables"
+HIDDEN = Path(__file__).parents[1] / "hidden_tables"
 # Separate and fused matrices in several orders, arguments and parameters of heads, wide norms, low rank, experts.
 DRILL = ("stablelm", "gpt2", "phi3", "olmo2", "bloom", "gpt_oss", "deepseek_v3", "opt", "qwen3_moe", "cohere")
 # That came with later minors of transformers than the first that meshlora knew.

@@ -91,7 +91,9 @@ class StepSums:
         own = [*tokens_here, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
         summed = all_reduce_sum(torch.stack(filled), self._mesh.losses).view(-1, number)
-        tokens, means = summed[:1], summed[1:] / totals.clamp(min=1)  # the loss comes first
+        if self._may_be_empty:
+            totals = totals.clamp(min=1)
+        tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
         is_broken = (means[0] + norms) * 0 != 0  # 0 times infinity is NaN, as is 0 times NaN
         said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
         of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)

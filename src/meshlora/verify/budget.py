@@ -272,9 +272,10 @@ def _of_stages(plan: ModelPlan, tokens: int, sizes: Sizes) -> Named:
     second = plan.per_layer[1] * sizes.dtype.itemsize
     for stage in plan.own_stages if plan.stages else ():
         first, stop = plan.stages[stage]
+        end = plan.stages[-1][1]  # a planner's plan has fewer layers, one of each kind
         for kind, back, layer in (("receive", "send", first), ("send", "receive", stop)):
-            if 0 < layer < plan.num_layers:
-                num_bytes = tokens * (sizes.token_bytes + second * (plan.num_layers - layer))
+            if 0 < layer < end:
+                num_bytes = tokens * (sizes.token_bytes + second * (end - layer))
                 yield "", Message("forward", kind, LAYERS, num_bytes)
                 yield "", Message("backward", back, LAYERS, num_bytes)
 

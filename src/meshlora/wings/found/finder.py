@@ -42,6 +42,8 @@ class Found:
         """Extend the plan by another."""
         changes: dict[str, Any] = {}
         for name, new in vars(plan).items():
+            if isinstance(new, str):  # of second inputs, which are not found
+                continue
             old = getattr(self.plan, name)
             changes[name] = tuple(dict.fromkeys((*old, *new))) if isinstance(new, tuple) else {**old, **new}
         self.plan = dataclasses.replace(self.plan, **changes)
@@ -50,6 +52,8 @@ class Found:
         """Keep `block` whole."""
         changes: dict[str, Any] = {}
         for name, value in vars(self.plan).items():
+            if isinstance(value, str):
+                continue
             kept = [path for path in value if not _is_in(path, block)]
             changes[name] = tuple(kept) if isinstance(value, tuple) else {path: value[path] for path in kept}
         self.plan = dataclasses.replace(self.plan, **changes)

@@ -96,7 +96,7 @@ def featured_layers(config: Any) -> int:
 
 def first_sharing_layer(config: Any) -> int | None:
     """The first layer whose keys and values later ones take, all of which are the model's last (gemma4); None: none."""
-    modes = getattr(config.get_text_config(), "kv_sharing_modes", [])
+    modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", [])
     return modes.index("store") if {"reuse", "store"} <= {*modes} else None
 
 
