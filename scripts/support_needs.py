@@ -12,7 +12,6 @@ from collections.abc import Iterable
 # The first pattern that is found in a reason decides.
 _NEEDS = (
     (r"No module named|requires the .* library", "the user: install the named package; it is no dependency of ours"),
-    (r"composite .* on pp", "towers and projector on the first stage, and what later stages read of them sent along"),
     (r"nor meshlora has a tensor-parallel plan", "a line in plan/families/explicit.py, and a proof"),
     (r"only decoder-only", "an encoder beside the decoder: cross-attention's keys cut like the encoder's tokens"),
     (r"custom code which must be", "the user: trust_remote_code, where its code passes the preflight; else a class in "
@@ -31,7 +30,7 @@ _NEEDS = (
      "after the layers, with its own cut"),
     (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once",
      "a split of that form of layer"),
-    (r"reads weights of layers, or of the embedding|last norm runs before|share an activation",
+    (r"reads weights of layers, or of the embedding|device of its tower|last norm runs|share an activation",
      "what other stages hold sent to this one, with its gradient"),
     (r"styles that are not supported", "the style of transformers' plan read in plan/families/styles.py"),
     (r"experts do not have the form", "its form in wings/experts/forms.py"),

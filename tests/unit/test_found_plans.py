@@ -40,22 +40,19 @@ FORMS += ("deepseek_v3", "qwen3_moe", "opt", "mpt", "diffllama", "ctrl", "cohere
 DIFFERENT = {
     **dict.fromkeys(
         (
-            "bamba",
-            "falcon_h1",
-            "granitemoehybrid",
-            "mamba2",
-            "nemotron_h",
-            "bailing_hybrid",
-            "kimi_linear",
-            "olmo_hybrid",
+            *("bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "kimi_linear", "mamba2"),
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5"),
+            *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         ),
         "a mixer with heads of its own is whole",
     ),
     **dict.fromkeys(
-        ("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
-        "a mixer with heads of its own is whole",
+        ("lfm2", "lfm2_moe", "lfm3", "lfm3_vl"),
+        "a convolution reads its number of channels from no module with a linear",
     ),
-    **dict.fromkeys(("lfm2", "lfm2_moe"), "a convolution reads its number of channels from no module with a linear"),
+    **dict.fromkeys(("gemma4", "gemma4_text"), "layers hand on keys in a dictionary, which parts would write into"),
+    "deepseek_v4": "its linears out of attention are grouped",
+    "recurrent_gemma": "its unit keeps a state with a gradient, which cannot be copied; its table splits the MLP alone",
 }
 
 

@@ -65,6 +65,7 @@ _REFUSED_STAGES = {
     ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
+    "qwen2_audio": "its code asks for the device of its tower, which other stages do not have",
     "rwkv": "its layers pass a state on beside the residual stream",
 }
 

@@ -304,6 +304,10 @@ class _Layer:
         """(attributes with local values, arguments and parameters with a dim of heads) to try, simple ones first."""
         split = {name: dim for name, dim in parameters.items() if dim is not None}
         dims = [split] if not split or proposal.wide_norms else [split, {}]
+        # A norm of each head may be as wide as there are heads.
+        apart = {name: dim for name, dim in split.items() if "norm" not in name}
+        if len(dims) > 1 and 0 < len(apart) < len(split):
+            dims.insert(1, apart)
         slices = [dict[str, int | str](), self._with_heads(proposal, block)]
         if not slices[1]:
             slices.pop()

@@ -6,7 +6,6 @@ Owns: the small model, what is recorded of its forwards, gradients. Does not own
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +31,9 @@ def small_model(config: PretrainedConfig) -> Any:
         model = cls.from_config(copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
+    for module in model.modules():
+        if hasattr(getattr(module, "config", None), "use_cache"):
+            module.config.use_cache = False  # a layer that is run again would see what it has left in a cache
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point():
@@ -142,10 +144,9 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
     handles += [layer.get_submodule(path).register_forward_hook(cut(path)) for path in linears]
     handles += [m.register_forward_hook(note(path), with_kwargs=True) for path, m in layer.named_modules()]
     ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
         with torch.enable_grad():
-            model(input_ids=ids, **options)
+            model(input_ids=ids)
     finally:
         for handle in handles:
             handle.remove()

@@ -150,11 +150,17 @@ def _part(block: nn.Module, proposal: Proposal, rank: int) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if (own := f"{path}.{name}") in dims:
                 cut(module, name, parameter_layout(own, parameter.shape[dims[own]], heads), dims[own])
-        if heads is not None:
+        if heads is not None and not _is_whole(path, module, proposal):
             for name, value in local_attributes(module, heads, proposal.local.get(path, ()), tp=_RANKS).items():
                 owner, _, attribute = name.rpartition(".")
                 setattr(operator.attrgetter(owner)(module) if owner else module, attribute, value)
     return part
+
+
+def _is_whole(path: str, module: nn.Module, proposal: Proposal) -> bool:
+    """As in `plan.derive`: whether a module has linears, and none of them is split."""
+    linears = [name for name, part in module.named_modules(prefix=path) if isinstance(part, nn.Linear | Conv1D)]
+    return bool(linears) and not set(linears) & set(proposal.leaves)
 
 
 def without_statistics(norm: nn.Module) -> None:
