@@ -54,7 +54,7 @@ def test_grpo_with_options_as_trl_has_them_is_proved(more: dict[str, Any], folde
         (trainers.dpo, {"loss_type": ["robust"], "label_smoothing": 0.1, "f_divergence_type": "js_divergence"}),
         (trainers.dpo, {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5}),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_other_losses_of_trl_are_proved(trainer: Callable[..., Any], more: dict[str, Any], folder: Path) -> None:
     on_ranks(trainer, folder, "", more)
