@@ -116,11 +116,16 @@ def _model(config: PretrainedConfig, device: str) -> Any:
         return cls.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
+# Each feature needs a layer of its own, or a size cannot be smaller (a head of hunyuan_vl: four parts of M-RoPE).
+LARGER = {"gemma4", "glm5_next", "hunyuan_vl"}
+
+
 @pytest.mark.long
 @for_each("family", sorted(PROVED | OTHERS))
 def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
     config = twin_config(family)
-    assert sum(p.numel() for p in _model(config, "meta").parameters()) < 1_000_000
+    most = 5_000_000 if family in LARGER else 1_000_000
+    assert sum(p.numel() for p in _model(config, "meta").parameters()) < most
     for part in _configs(config):
         random = {k: v for k, v in vars(part).items() if "drop" in k and isinstance(v, int | float)}
         assert not any(random.values()), random
@@ -137,8 +142,12 @@ def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     # A family whose layers are of several kinds has one of each, so two are the fewest.
     assert config.get_text_config().num_hidden_layers >= SIZES["num_hidden_layers"]
     sizes = {k: v for k, v in SIZES.items() if hasattr(config, k) and k != "num_hidden_layers"}
-    if hasattr(config, "kv_lora_rank"):  # latent attention has no heads to share
+    if hasattr(config, "kv_lora_rank") or family == "whisper":  # no heads that are shared
         sizes["num_key_value_heads"] = SIZES["num_attention_heads"]
+    if family == "deepseek_v4":  # one for all
+        sizes["num_key_value_heads"] = 1
+    if family == "xlnet":  # relative positions: any
+        del sizes["max_position_embeddings"]
     assert {k: getattr(config, k) for k in sizes} == sizes
 
 

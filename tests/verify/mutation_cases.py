@@ -377,7 +377,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "gemma4_text", "topologies": ("tp=2,sp",)},
         {
             "second_input_of_the_neighbour": ("forward", "model.layers.0.per_layer_projection", ""),
-            "second_input_gradient_not_gathered": ("backward", "model.per_layer_model_projection", ""),
+            "second_input_gradient_not_gathered": ("backward", "model.per_layer_projection_norm", ""),
             "router_beside_mlp_reads_other_tokens": ("forward", "model.layers.0.router.norm", ""),
             "shared_keys_of_the_neighbour": ("forward", "model.layers.2.self_attn.o_proj", ""),
             "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, KeysView
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -39,11 +40,11 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         if family.leaves and not _paths(layers) & family.leaves.keys():
             raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
         return family
-    plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    plan: dict[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
         for feature in features():
             if (found := feature.found_plan(model, layers_name, experts)) is not None:
-                return found
+                return _with_streams(found, layers)
         rule = "neither transformers nor meshlora has a tensor-parallel plan for it"
         raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1, with dp as you like")
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
@@ -73,8 +74,16 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     for path in paths:  # in module order
         if styles.get(path) in _LEAVES and _block(path) not in gathering:
             leaves[path] = _LEAVES[styles[path]]
-    streams = tuple(path for path, module in layers[0].named_children() if "HyperConnection" in type(module).__name__)
-    return FamilyPlan(leaves, parameters=parameters, token_wise=streams, after=("hc_head",) if streams else ())
+    return _with_streams(FamilyPlan(leaves, parameters=parameters), layers)
+
+
+def _with_streams(plan: FamilyPlan, layers: nn.ModuleList) -> FamilyPlan:
+    """`plan`, of layers with several residual streams or one: what mixes streams sees each token by itself."""
+    mixing = [path for path, module in layers[0].named_children() if "HyperConnection" in type(module).__name__]
+    if not mixing:
+        return plan
+    after = dict.fromkeys((*plan.after, "hc_head"))
+    return replace(plan, token_wise=(*plan.token_wise, *mixing), after=tuple(after))
 
 
 def _paths(layers: nn.ModuleList) -> KeysView[str]:
