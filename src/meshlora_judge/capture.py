@@ -80,12 +80,20 @@ class Capture:
     def __enter__(self) -> Capture:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         experts = expert_modules(self.model)
-        inside = tuple(f"{name}." for name in experts)  # their rows are in another order on each side
+        inside = [f"{name}." for name in experts]  # their rows are in another order on each side
+        for path, module in self.model.named_modules():
+            if isinstance(module, nn.Embedding):  # its norm (inkling) runs before ranks sum up what they look up
+                inside.append(f"{path.replace(_COPY, '.')}.")
         wrapped = {f"{path}{_BASE}" for path in wrappers(self.model)}  # their weights include the adapter
         own = tokens_modules(self.model)
         for path, module in self.model.named_modules():
             name = path.replace(_COPY, ".")
-            if not own(name) or any(part in name for part in _ADAPTER) or name.startswith(inside) or name in wrapped:
+            if (
+                not own(name)
+                or any(part in name for part in _ADAPTER)
+                or name.startswith(tuple(inside))
+                or name in wrapped
+            ):
                 continue
             self._handles.append(module.register_forward_hook(self._hook(name), with_kwargs=True))
         if any(p.requires_grad and not own(name) for name, p in self.model.named_parameters()):

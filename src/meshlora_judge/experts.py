@@ -74,6 +74,8 @@ def _is_llama4(experts: nn.Module) -> bool:
 def _projections(module: nn.Module) -> dict[str, Tensor]:
     """The stacks of a module of experts, as its own parameters or as child modules; {} for any other module."""
     found: dict[str, Tensor] = {}
+    if own_parameter(module, "gate_proj") is not None:  # shared ones: every token takes all of them (inkling)
+        return found
     for leaf in PROJECTIONS:
         own = own_parameter(module, leaf)
         if own is None:

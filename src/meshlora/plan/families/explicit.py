@@ -97,7 +97,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     **dict.fromkeys((*_OF_LATENTS, "sarvam_mla"), _LATENT_MOE),
     **dict.fromkeys(("cohere2_moe", "exaone_moe"), FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})),
     # Their attention is kept whole.
-    **dict.fromkeys(("doge", "inkling_text"), FamilyPlan(_DENSE)),
+    **dict.fromkeys(("doge",), FamilyPlan(_DENSE)),
     # No part of a layer can be split exactly, only the vocabulary.
     **dict.fromkeys(("falcon_mamba", "inkling2_text", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
     **dict.fromkeys(
@@ -167,6 +167,12 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "granite_swa": FamilyPlan(_LLAMA.leaves, parameters=_SINKS),
     "granitemoe_swa": FamilyPlan(_GRANITE_MOE.leaves, parameters=_SINKS),
     "hunyuan_v1_moe": FamilyPlan({**_ATTENTION, **gated_mlp("mlp.shared_mlp")}),
+    "inkling_text": FamilyPlan(
+        {**separate("self_attn", names="q_proj k_proj v_proj r_proj"), **_DENSE},
+        parameters={"self_attn.k_sconv.conv1d.weight": 0, "self_attn.v_sconv.conv1d.weight": 0},
+        whole=("self_attn.rel_logits_proj.proj", "mlp.global_scale"),
+        token_wise=("mlp.gate", "mlp.shared_experts"),
+    ),
     "lfm3": FamilyPlan(
         {**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters
     ),

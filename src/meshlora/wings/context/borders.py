@@ -115,7 +115,7 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
         return tuple(cut_argument(held, name, each) for each in value)
     if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
         return value
-    if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
+    if name.endswith("_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
         return held.cut(value, 1)
     if name in OF_KEYS or name.startswith("prev_"):  # of keys, all of which are seen; of the layer before, cut there
         return value

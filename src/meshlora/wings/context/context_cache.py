@@ -55,6 +55,14 @@ class ContextCache:
         """The same of `[B, 1, S/cp, d]`."""
         return self.update_indexer(key.transpose(1, 2)).transpose(1, 2)
 
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        """How many keys there are, and the position of the first."""
+        return self.held.length, 0
+
+    def get_query_offset(self, *_: Any) -> int:
+        """The position of the first of the tokens at hand."""
+        return self.get_seq_length()
+
     def get_seq_length(self, *_: Any) -> int:
         """How many tokens are before those at hand: ranks have contiguous parts."""
         return self.held.axis.rank * self.held.per_rank

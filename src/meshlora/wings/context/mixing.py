@@ -37,8 +37,9 @@ _BY_THEMSELVES = {
     "xlstm.modeling_xlstm.xLSTMLayer",
 }
 _POOLS = ("compress_rate", "index_kpool_compress_gate")  # attributes of parts of an attention
-# Attentions by the registry that make a mask of the keys, and so need them earlier than the registry's function does.
-_MASK_OF_KEYS = {"doge.modeling_doge.DogeAttention"}
+# Attentions by the registry that make a mask or a bias of the keys, and so need them earlier than the registry's
+# function does.
+_MASK_OF_KEYS = {"doge.modeling_doge.DogeAttention", "inkling.modeling_inkling.InklingAttention"}
 
 
 def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:
@@ -59,11 +60,12 @@ def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:
     for index, layer in enumerate(layers):
         for path, module in layer.named_modules():
             name = f"{plan.layers}.{index}.{path}"
-            if name.startswith(tuple(f"{other}." for other in mixing)):
-                continue  # its part, such as an indexer: it is given the same cache, or whole rows
             mixer = mixer_of(text.model_type, path, module)
             state = mixer.state if mixer is not None else ()
             way = _way_of(module, state)
+            around = [mixing[other] for other in mixing if name.startswith(f"{other}.")]
+            if around and (way != _STATES or WHOLE in around):
+                continue  # a part, such as an indexer: it is given the same cache, or whole rows; not a convolution
             if way == _ATTENDS and _numbers_tokens(module):
                 rule = f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0"
                 raise UnsupportedError(f"model_type {plan.model_type!r} on {plan.topology}", rule, "use dp, tp and sp")

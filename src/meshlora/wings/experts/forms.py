@@ -61,7 +61,9 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
 def _is_stack(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     down = own.get("down_proj")
-    return down is not None and down.ndim == 3 and ("gate_up_proj" in own or "up_proj" in own)
+    # With gate and up apart they are shared ones (inkling_text), of which every token takes all.
+    names = own.keys() & {"gate_up_proj", "up_proj", "gate_proj"}
+    return down is not None and down.ndim == 3 and bool(names) and "gate_proj" not in names
 
 
 def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
@@ -154,7 +156,9 @@ def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) 
     """
     found = []
     for name, module in block.named_modules(prefix=block_name):
-        own = [p for p in module.parameters(recurse=False) if p.ndim == 2 and len(p) == num_experts]
+        # Of inkling they score shared experts, too.
+        numbers = {num_experts, num_experts + getattr(module, "n_shared_experts", 0)}
+        own = [p for p in module.parameters(recurse=False) if p.ndim == 2 and len(p) in numbers]
         if not own or name.startswith(experts):
             continue
         owner = block.get_submodule(name.removeprefix(block_name).lstrip(".").rpartition(".")[0])
