@@ -50,7 +50,7 @@ _FIELDS = {
     "head_rank": "linear_head_dim",  # of a head, and of the gates of low rank beside it
     "layers": "num_hidden_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers "
     "num_layers_per_stack num_blocks depth conf_num_hidden_layers",
-    "vocabulary": "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size shape_vocab_size "
+    "vocabulary": "vocab_size vocab_size_per_layer_input decoder_vocab_size shape_vocab_size "
     "pronunciation_vocab_size encoder_hash_byte_group_vocab ngram_vocab_size_base",
     "positions": "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions max_source_positions "
     "context_length model_max_length",
@@ -136,7 +136,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "inkling_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
-    | {"mlp_layer_types": ["dense", "sparse", "sparse"], "log_scaling_n_floor": 4},
+    | {"mlp_layer_types": ["dense", "sparse", "sparse"], "log_scaling_n_floor": 4, "unpadded_vocab_size": 200058},
     "janus": {  # what it makes images with has sizes of its own
         "vision_config": {"projection_dim": 64},
         "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64}
@@ -321,6 +321,8 @@ def _shrunk(
         data["window_size"] = 2 * data["spatial_merge_size"] * data["patch_size"]
     if "adaptor_config" in data and "intermediate_size" in data["adaptor_config"]:  # fun_asr_nano
         data["adaptor_config"]["intermediate_size"] = sizes["hidden"] // 4
+    if {"n_layers", "temporal_patch_size"} <= data.keys():  # inkling: with fewer it needs scipy to place them
+        data["n_layers"] = 8
     if "projector_input_dim" in data:  # llama4: of patches put together
         data["intermediate_size"] = round(data["hidden_size"] / data["pixel_shuffle_ratio"] ** 2)
     return data
@@ -356,6 +358,8 @@ def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -
         return int(expand * sizes["heads"])
     if name == "mamba_d_ssm":
         return int(expand * sizes["hidden"])
+    if name == "unpadded_vocab_size" and "vocabulary" in sizes:  # rows of the head are padding (inkling)
+        return sizes["vocabulary"] - 6
     if name == "attention_hidden_size":
         return value // whole["hidden_size"] * sizes["hidden"]
     kind = _KIND_OF.get(name, "")

@@ -896,6 +896,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             )
         },
     ),
+    "a bias of keys, and a head with padding": (
+        {"family": "inkling_text", "topologies": ("cp=2",)},
+        {"context_bias_of_the_first_queries": SEEN, "padding_of_the_head_counted": ("loss", "", "")},
+    ),
     "states that pass from one cp rank to the next": (
         {"family": "qwen3_next", "topologies": ("cp=2",)},
         {

@@ -103,6 +103,8 @@ class LogitsRecipe(Tensor):
         if func in _METADATA:
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func is Tensor.__getitem__ and (vocab := _without_end(args[0], args[1])):
+            return LogitsRecipe(args[0].hidden, vocab=vocab, dtype=args[0].dtype, operations=args[0].operations)
         return _record(func, args, kwargs)
 
     @classmethod
@@ -141,6 +143,14 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
         return recipe
     operations = (*recipe.operations, operation)
     return LogitsRecipe(recipe.hidden, vocab=vocab, dtype=result.dtype, operations=operations)
+
+
+def _without_end(recipe: LogitsRecipe, index: Any) -> int:
+    """The vocabulary of `logits[..., :n]`, which drops rows that pad the head (inkling); 0: it is something else."""
+    if not isinstance(index, tuple) or len(index) != 2 or index[0] is not Ellipsis or not isinstance(index[1], slice):
+        return 0
+    one = index[1]
+    return one.stop if (one.start, one.step) == (None, None) and 0 < (one.stop or 0) <= recipe.shape[-1] else 0
 
 
 def _scalar(value: Any, func: Callable[..., Any]) -> Any:

@@ -411,7 +411,7 @@ def to_head(model: Any, batch: Batch) -> Found:
     parameters: list[Tensor] = []
     if torch.is_grad_enabled():
         parameters = _requiring_grad(head.parameters())
-    options = {"parameters": parameters, "axis": state.mesh.tp, "vocab": head.rule.out_features}
+    options = {"parameters": parameters, "axis": state.mesh.tp, "vocab": recipe.shape[-1]}
     return recipe.hidden.flatten(0, -2), local_logits, options
 
 

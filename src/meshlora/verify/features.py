@@ -271,6 +271,7 @@ class Feature(enum.StrEnum):
     GATED_NORM = "gated_norm", _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values()))
     SECOND_INPUTS = "second_inputs", _model(lambda m: m.plan.per_layer[0])  # of layers, beside the stream
     SHARED_KEYS = "shared_keys", _model(lambda m: "reuse" in getattr(m.text, "kv_sharing_modes", ()))  # between layers
+    UNPADDED = "unpadded", _model(lambda m: getattr(m.text, "unpadded_vocab_size", None))  # a head with unused rows
     PADDED_VOCABULARY = "padded_vocabulary", _model(lambda m: m.is_padded)
     GATHERED_KEYS = "gathered_keys", _model(lambda m: m.plan.attentions and not m.plan.topology.ring)
     RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
@@ -280,6 +281,7 @@ class Feature(enum.StrEnum):
     CACHED_KEYS = "cached_keys", _model(lambda m: {CACHE, PAST} & {*m.plan.mixing.values()})
     PAST_KEYS = "past_keys", _model(lambda m: PAST in m.plan.mixing.values())  # of an attention with a mask of its own
     OFFSET = "offset", _model(lambda m: OFFSET in m.plan.mixing.values())  # attentions that number tokens
+    QUERY_OFFSET = "query_offset", _model(lambda m: CACHE in m.plan.mixing.values() and hasattr(m.text, "rel_extent"))
     INDEXER = "indexer", _model(lambda m: m.plan.mixing and getattr(m.text, "index_topk", None))  # chooses keys
     # Cp ranks have heads and tails of sequences.
     BALANCED = "balanced", _model(lambda m: m.plan.attentions and is_balanced(m.config, m.plan))

@@ -201,9 +201,7 @@ def loss_of(
         at_chunk()
         return recipe.replay(head.local_logits(hidden))
 
-    return summed_cross_entropy_from_hidden(
-        hidden, local_logits, labels, trained, axis=mesh.tp, vocab=head.rule.out_features
-    )
+    return summed_cross_entropy_from_hidden(hidden, local_logits, labels, trained, axis=mesh.tp, vocab=recipe.shape[-1])
 
 
 class _Watch:

@@ -105,6 +105,12 @@ def context_numbers_begin_again(*_: Any) -> int:
     return 0
 
 
+@instead_of(ContextCache, "get_query_offset", needs={Feature.QUERY_OFFSET})
+def context_bias_of_the_first_queries(*_: Any) -> int:
+    """a bias of keys is by the distance to a rank's own queries"""
+    return 0
+
+
 # --- recurrent mixers
 
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from meshlora.adapter import attach
 from meshlora.adapter import plan as adapter_plan
 from meshlora.comm.groups import Axis
-from meshlora.layers import embedding, linear
+from meshlora.layers import embedding, linear, logits_recipe
 from meshlora.layers import head_loss as vocabulary
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelHead
+from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.plan.grads import Side
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 from meshlora.verify.features import Feature
@@ -45,6 +46,12 @@ def embedding_of_others_not_masked(found: tuple[Tensor, Tensor | None], *_: Any)
 def embedding_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     """the embedding of a token is the sum over tp"""
     return x
+
+
+@instead_of(logits_recipe, "_without_end", needs={Feature.UNPADDED})
+def padding_of_the_head_counted(recipe: LogitsRecipe, _: Any) -> int:
+    """rows that a model cuts off its logits are not part of the vocabulary"""
+    return recipe.shape[-1]
 
 
 @after(adapter_plan, "embedding_rule", needs={Feature.TP, Feature.EMBEDDING_TARGET})
