@@ -41,6 +41,8 @@ def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> A
             tensors |= load_file(file)
         del options["local_files_only"], options["trust_remote_code"]
         options["state_dict"] = plain_numbers(tensors, given)
+        if config.get_text_config().model_type == "llama4_text":
+            options["state_dict"] = _stacked(options["state_dict"])
         return own_class(config).from_pretrained(None, config=config, **options)
     return model_class(config).from_pretrained(folder, config=config, **options)
 
@@ -71,6 +73,25 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         elif codes.is_floating_point() and not leaf.endswith(_PARTS):
             plain[key] = codes
     return plain
+
+
+def _stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Linears of single experts as the stacks of llama4, which take rows from the left: `[E, in, out]`."""
+    of_stack: dict[str, dict[int, dict[str, Tensor]]] = {}
+    found: dict[str, Tensor] = {}
+    for key, value in tensors.items():
+        owner, _, of_expert = key.rpartition(".experts.")
+        number, _, name = of_expert.partition(".")
+        if not number.isdecimal():
+            found[key] = value
+            continue
+        stack = "down_proj" if name.startswith("down") else "gate_up_proj"
+        of_stack.setdefault(f"{owner}.experts.{stack}", {}).setdefault(int(number), {})[name] = value.T
+    for key, experts in of_stack.items():
+        # gate before up, as in the alphabet.
+        matrices = [torch.cat([own[name] for name in sorted(own)], 1) for _, own in sorted(experts.items())]
+        found[key] = torch.stack(matrices)
+    return found
 
 
 def float8_modules(folder: str | Path) -> list[str]:

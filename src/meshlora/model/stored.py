@@ -91,6 +91,13 @@ class StoredTensor:
         dtype = dtype_name(value.dtype) if value.is_floating_point() else str(value.dtype)
         return cls(Path(), key, tuple(value.shape), dtype, value)
 
+    def with_swapped(self, one: int, other: int) -> StoredTensor:
+        """The same with two dims in each other's place; twice: as it is stored."""
+        shape = list(self.shape)
+        shape[one], shape[other] = shape[other], shape[one]
+        swapped = None if self.swapped else (one, other)
+        return dataclasses.replace(self, shape=tuple(shape), swapped=swapped)
+
 
 class Block(NamedTuple):
     """A slice of one stored tensor and its place in the result; in a stack the place starts with an index."""
@@ -106,13 +113,14 @@ class Stored:
 
     Attributes:
         experts: the numbers of the experts whose matrices it stacks, ascending; empty if it is no stack.
-        rows: for each expert, or for the one parameter, the tensors to concatenate along its first dim.
+        rows: for each expert, or for the one parameter, the tensors to concatenate along its dim `dim`.
         names: for messages, the key of each position in a row, with `*` for the number of the expert.
     """
 
     rows: tuple[tuple[StoredTensor, ...], ...]
     experts: tuple[int, ...] = ()
     names: tuple[str, ...] = ()
+    dim: int = 0
 
     @property
     def tensors(self) -> tuple[StoredTensor, ...]:
@@ -125,7 +133,8 @@ class Stored:
         first, *others = self.rows[0]
         shape = first.shape
         if others:
-            shape = (shape[0] + sum(tensor.shape[0] for tensor in others), *shape[1:])
+            width = sum(tensor.shape[self.dim] for tensor in self.rows[0])
+            shape = (*shape[: self.dim], width, *shape[self.dim + 1 :])
         if self.experts:
             return (len(self.experts), *shape)
         return shape
@@ -141,22 +150,23 @@ class Stored:
         """
         chosen = [_along(dim, size, parts) for dim, size in enumerate(self.shape)]
         if not self.experts:
-            yield from _blocks_of_row(self.rows[0], chosen)
+            yield from _blocks_of_row(self.rows[0], chosen, self.dim)
             return
         of_experts, *of_matrix = chosen
         for (first, stop), place in of_experts:
             for number in range(first, stop):
                 index = place.start + number - first
-                for block in _blocks_of_row(self.rows[number], of_matrix):
+                for block in _blocks_of_row(self.rows[number], of_matrix, self.dim):
                     yield Block(block.tensor, block.parts, (index, *block.place))
 
     def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
         """(What is wrong, the rule) if this does not fit parameter `name` of shape `needed`."""
         if not self.experts or len(needed) != len(self.shape):
             return None if self.shape == needed else (name, shape_mistake(self.shape, needed))
-        number, width, *others = needed
+        number, *sizes = needed
         # Those of one expert are of one shape: gate and up, one above the other.
-        matrix = (width // len(self.names), *others)
+        sizes[self.dim] //= len(self.names)
+        matrix = tuple(sizes)
         for expert, row in zip(self.experts, self.rows, strict=True):
             if expert >= number:
                 return row[0].key, f"config.json says {number} experts, 0 to {number - 1}"
@@ -168,14 +178,14 @@ class Stored:
         return None
 
 
-def _blocks_of_row(row: Sequence[StoredTensor], chosen: Sequence[Sequence[_Range]]) -> Iterator[Block]:
-    """The blocks of tensors that are concatenated along their first dim. chosen: the ranges wanted along each dim."""
+def _blocks_of_row(row: Sequence[StoredTensor], chosen: Sequence[Sequence[_Range]], along: int) -> Iterator[Block]:
+    """The blocks of tensors that are concatenated along dim `along`. chosen: the ranges wanted along each dim."""
     start = 0
     for tensor in row:
         bounds = [(0, size) for size in tensor.shape]
         if len(row) > 1:
-            bounds[0] = (start, start + tensor.shape[0])
-            start += tensor.shape[0]
+            bounds[along] = (start, start + tensor.shape[along])
+            start += tensor.shape[along]
         cuts = [list(_overlaps(own, bound)) for own, bound in zip(chosen, bounds, strict=True)]
         for cut in itertools.product(*cuts):  # of a tensor without dims: one, of nothing
             parts, place = [], []
@@ -297,13 +307,14 @@ class _Found(NamedTuple):
 
     Attributes:
         pattern: the index of its pattern in the conversion. number: the match of a `*` in the pattern.
-        is_stacked: whether the number is that of an expert.
+        is_stacked: whether the number is that of an expert. dim: along which it is concatenated with others.
     """
 
     tensor: StoredTensor
     pattern: int = 0
     number: int | None = None
     is_stacked: bool = False
+    dim: int = 0
 
 
 def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None = None) -> dict[str, Stored]:
@@ -319,7 +330,7 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
 
     renamings, converters = [], []
     of_pattern: dict[str, Any] = {}
-    for transform in conversion_mapping.get_model_conversion_mapping(model):
+    for transform in [*conversion_mapping.get_model_conversion_mapping(model), *_own_conversions(model)]:
         if isinstance(transform, core_model_loading.WeightRenaming):
             renamings.append(transform)
         elif isinstance(transform, core_model_loading.WeightConverter):
@@ -347,9 +358,12 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
             if len(operations) == 1 and getattr(operations[0], "check_dims", False):
                 place = _Found(_transposed(tensor, tuple(names[name].shape), operations[0]))
             else:
-                is_stacked = _check_operations(tensor.key, operations)
+                is_stacked, dim = _check_operations(tensor.key, operations)
                 number = _number(rename(tensor.key, renamings, [])[0], pattern)
-                place = _Found(tensor, converter.source_patterns.index(pattern), number, is_stacked)
+                own = tensor
+                if len(operations) > 1 and type(operations[-1]).__name__ == "Transpose":
+                    own, dim = tensor.with_swapped(0, 1), 1  # gate and up of an expert, beside each other
+                place = _Found(own, converter.source_patterns.index(pattern), number, is_stacked, dim)
         found.setdefault(name, []).append(place)
     stored: dict[str, Stored] = {}
     for name, places in found.items():
@@ -363,16 +377,26 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
     return stored
 
 
+def _own_conversions(model: Any) -> list[Any]:
+    """Those that transformers lacks: of llama4's experts, which compressed-tensors stores one by one, as linears."""
+    from transformers import core_model_loading as loading
+
+    if model.config.get_text_config().model_type != "llama4_text":
+        return []
+    stack, turn = loading.MergeModulelist(dim=0), loading.Transpose(1, 2)
+    gate_up = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
+    return [
+        loading.WeightConverter(gate_up, "experts.gate_up_proj", [stack, loading.Concatenate(dim=1), turn]),
+        loading.WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [stack, turn]),
+    ]
+
+
 def _transposed(tensor: StoredTensor, needed: tuple[int, ...], operation: Any) -> StoredTensor:
     """`tensor` with two dims swapped, if its shape is another one than the model's (qwen3_vl_moe)."""
     dims = operation.dim0, operation.dim1
     if len(tensor.shape) <= max(dims) or tensor.shape == needed:
         return tensor
-    if tensor.packed is not None:
-        raise UnsupportedError(tensor.key, "it is transposed on load, and in few bits: this is not proved")
-    shape = list(tensor.shape)
-    shape[dims[0]], shape[dims[1]] = shape[dims[1]], shape[dims[0]]
-    return dataclasses.replace(tensor, shape=tuple(shape), swapped=dims)
+    return tensor.with_swapped(*dims)
 
 
 # Conversions that choose rows: of the q, k and v of a fused qkv (kimi_k25, sarvam_moe), of gate and up, those that are
@@ -405,13 +429,15 @@ def _dims(operations: Sequence[Any]) -> Iterator[int]:
         yield getattr(operation, "dim", 0)
 
 
-def _check_operations(key: str, operations: Sequence[Any]) -> bool:
-    """Whether a conversion stacks experts; anything but stacking and concatenating is refused."""
+def _check_operations(key: str, operations: Sequence[Any]) -> tuple[bool, int]:
+    """Whether a conversion stacks experts, and the dim along which it concatenates; others are refused."""
     kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
-    if kinds == [("Concatenate", 0)]:
-        return False
+    if len(kinds) > 1 and kinds[-1] == ("Transpose", None):
+        del kinds[-1]
+    if kinds in ([("Concatenate", 0)], [("Concatenate", 1)]):  # of stacks the second (step3p7)
+        return False, kinds[0][1]
     if kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
-        return True
+        return True, 0
     raise UnsupportedError(key, f"its conversion on load ({[name for name, _ in kinds]}) is not supported yet")
 
 
@@ -433,7 +459,7 @@ def _together(places: list[_Found]) -> Stored:
             given = f"{one.tensor.file.parent}: {one.tensor.key} and {two.tensor.key}"
             raise UserError(given, "both are stored for the same parameter", "keep one of the two")
     if not places[0].is_stacked:  # as all are, or none
-        return Stored((tuple(place.tensor for place in places),))
+        return Stored((tuple(place.tensor for place in places),), dim=places[0].dim)
     names: dict[int, str] = {}
     by_place: dict[int, dict[int, StoredTensor]] = {}
     for place in places:
@@ -448,7 +474,7 @@ def _together(places: list[_Found]) -> Stored:
                 rule = f"it is missing, and other weights of expert {expert} are there"
                 raise UserError(given, rule, "download it again")
         rows.append(tuple(row[pattern] for pattern in names))
-    return Stored(tuple(rows), tuple(experts), tuple(names.values()))
+    return Stored(tuple(rows), tuple(experts), tuple(names.values()), places[0].dim)
 
 
 def _any_expert(place: _Found) -> str:

@@ -125,17 +125,24 @@ def bounds_in(stored: StoredTensor, parts: tuple[Part, ...]) -> Bounds:
     return [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
 
 
+def in_file(stored: StoredTensor, parts: tuple[Part, ...]) -> tuple[StoredTensor, tuple[Part, ...]]:
+    """A tensor with swapped dims, and slices of it, as they are in the file."""
+    assert stored.swapped is not None, stored
+    one, other = stored.swapped
+    dims = {one: other, other: one}
+    return stored.with_swapped(one, other), tuple(
+        Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts
+    )
+
+
 def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
     """A slice of one stored tensor; in plain numbers, float32, if it is in few bits. It may be a view: copy it."""
+    if stored.swapped:
+        as_stored, parts = in_file(stored, parts)
+        return read_slice(as_stored, parts).transpose(*stored.swapped)
     if stored.packed is not None:
         form, tensors = stored.packed
         return form.read(bounds_in(stored, parts), lambda part, of_part: read_bounds(tensors[part], of_part))
-    if stored.swapped:
-        one, other = stored.swapped
-        dims = {one: other, other: one}  # the dim of a part in the file
-        as_stored = dataclasses.replace(stored, swapped=None)
-        parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
-        return read_slice(as_stored, parts).transpose(one, other)
     if stored.rows is not None:
         rows, others = stored.rows, []
         for part in parts:

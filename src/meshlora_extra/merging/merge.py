@@ -347,6 +347,11 @@ def _outputs(
     for name, stored in source.stored.items():
         if name in changes.by_name and (integers := source.integers(name)):
             raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
+        first = stored.tensors[0]
+        if stored.experts and first.swapped:  # linears of each, in few bits alone: as the model holds them
+            entry = Entry(name, stored.shape, type_of(name, first.dtype))
+            outputs.append(_Output(first.file.name, entry, name, None, first))
+            continue
         blocks = list(stored.blocks(()))  # several: parts of one parameter in several tensors
         for tensor, _, place in blocks:
             entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))

@@ -212,6 +212,8 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "qwen2_moe": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}),
     "qwen4_exp_text": FamilyPlan(_ONE_SHARED),
     "recurrent_gemma": FamilyPlan(gated_mlp("mlp_block")),
+    # A gate of each head, or of each of its features.
+    "step3p5": FamilyPlan({**_ATTENTION, "self_attn.g_proj": COLUMN, **_DENSE, **_SHARED}),
     "solar_open": FamilyPlan({**_ATTENTION, **_SHARED}),
 }
 

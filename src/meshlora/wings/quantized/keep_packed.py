@@ -15,7 +15,7 @@ import torch
 from meshlora.comm.groups import Mesh
 from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
-from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, local_parts, read_bounds
+from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, in_file, local_parts, read_bounds
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
 from meshlora.wings.quantized.float8_stored import multiplied_as_stored, stored_for_kernels
@@ -103,6 +103,8 @@ def keep(source: Source, name: str, *parts: Part) -> Packed:
 
 def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:
     assert stored.packed is not None, stored
+    if stored.swapped:  # the last two dims
+        return _keep_slice(*in_file(stored, parts)).mT
     tensors = stored.packed[1]
     return _format(stored).keep(bounds_in(stored, parts), lambda part, of_part: read_bounds(tensors[part], of_part))
 
