@@ -80,7 +80,10 @@ class Capture:
     def __enter__(self) -> Capture:
         self._handles.append(self.model.register_forward_pre_hook(self._begin, with_kwargs=True))
         experts = expert_modules(self.model)
-        inside = [f"{name}." for name in experts]  # their rows are in another order on each side
+        # Their rows are in another order on each side, and what runs once for each chosen expert (dbrx) is called as
+        # often as a micro-batch chooses.
+        odd = [path for path, module in self.model.named_modules() if type(module).__name__.endswith("Experts")]
+        inside = [f"{name}." for name in (*experts, *odd)]
         for path, module in self.model.named_modules():
             if isinstance(module, nn.Embedding):  # its norm (inkling) runs before ranks sum up what they look up
                 inside.append(f"{path.replace(_COPY, '.')}.")

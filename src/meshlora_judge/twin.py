@@ -120,7 +120,10 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "chameleon": {"vocabulary_map": {"<image>": 250, "IMGIMGAZ": 251}, "vq_config": {"base_channels": 32}},
     "cohere_compass": {"text_config": _COMPASS},
     "cohere_compass_text": _COMPASS,
-    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "dbrx": {  # as published: of the default's one expert for each token the normalised weight is 1
+        "attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0},
+        "ffn_config": {"moe_num_experts": 16, "moe_top_k": 4},
+    },
     "cohere2_moe": {"num_shared_experts": 2},
     "deepseek_ocr2": {
         "text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 6}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from meshlora.plan.layout import Layout, Piece, Split
-from meshlora.plan.rules import ExpertRule, ExpertsRule
+from meshlora.plan.rules import ExpertRule, ExpertsRule, LinearRule, PlannedBlock, Region
 from meshlora_ground.compat.transformers_models import gate_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology, divisors, set_of
 
-# Class names of routed experts. A module that matches and is not recognised below is refused.
+# Class names of routed experts. A module that matches and is not recognised below is whole on every rank.
 _EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
 _UNKNOWN = "these experts do not have the form that most families share"
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
@@ -35,19 +36,20 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
     """Name -> rule of every routed experts module of `model`, which may be on the meta device.
 
     Raises:
-        UnsupportedError: experts of an unknown form.
+        UnsupportedError: ep or etp with experts of an unknown form.
         UserError: ep or etp without experts; ep does not divide their number or etp their width (names values that do).
     """
     found: dict[str, ExpertsRule] = {}
     for name, module in model.named_modules():
-        if _is_stack(module):
-            found[name] = _rule(name, module, model)
-    known = {*found, *(rule.block for rule in found.values())}
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{other}.") for other in known)
-        around = any(other.startswith(f"{name}.") for other in known)
-        if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
-            raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
+        if _is_stack(module) and (rule := _rule(name, module, model)) is not None:
+            found[name] = rule
+    if topology.ep * topology.etp > 1:
+        known = {*found, *(rule.block for rule in found.values())}
+        for name, module in model.named_modules():
+            inside = any(name.startswith(f"{other}.") for other in known)
+            around = any(other.startswith(f"{name}.") for other in known)
+            if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
+                raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN, "leave out ep and etp")
     if not found and topology.ep * topology.etp > 1:
         given = f"topology {topology}"
         raise UserError(given, f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp")
@@ -58,6 +60,17 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
     return found
 
 
+def odd_experts(
+    model_type: str, path: str, module: nn.Module, linears: Mapping[str, LinearRule], *, name: str, tp: int
+) -> PlannedBlock | None:
+    """A block with experts of a form that `find_experts` does not know: all of it is whole."""
+    for inner in module.modules():
+        if _EXPERTS.search(type(inner).__name__):
+            number = sum(parameter.numel() for parameter in module.parameters())
+            return PlannedBlock(Region(name, is_split=False, reason=f"{_UNKNOWN} ({number:,} weights a layer)"))
+    return None
+
+
 def _is_stack(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     down = own.get("down_proj")
@@ -66,7 +79,8 @@ def _is_stack(module: nn.Module) -> bool:
     return down is not None and down.ndim == 3 and bool(names) and "gate_proj" not in names
 
 
-def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
+def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
+    """None: their form is not known."""
     block = name.rpartition(".")[0]
     flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
     weights_first = False
@@ -77,7 +91,7 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
     if set(flags.values()) == {None} and _is_usual(module):
         flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if None in flags.values() or getattr(module, "has_post_expert_norm", False):
-        raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
+        return None
     first_name, of_inputs = "up_proj", 2
     if flags["has_gate"]:
         first_name = "gate_up_proj"
@@ -89,8 +103,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
     known = {first_name, "down_proj"}
     if flags["has_bias"]:
         known |= {f"{first_name}_bias", "down_proj_bias"}
-    if unknown := dict(module.named_parameters()).keys() - known:
-        raise UnsupportedError(f"{name}.{min(unknown)}", "it is no part of experts that is known")
+    if dict(module.named_parameters()).keys() - known:
+        return None
     pieces, fused = Layout.plain(inner), None
     if flags["has_gate"]:
         groups = inner  # gate and up of each feature are neighbours
