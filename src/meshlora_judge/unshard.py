@@ -364,9 +364,29 @@ def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> 
         if prints.ndim == 2:  # of several experts
             held[name] = _experts_of(name, trace, reference, topology, rank)
     shared = {name for name, stack in reference.stacks.items() if stack.is_shared}
-    factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
-    clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
-    return replace(with_prints_of_each(trace, held), clipped=clipped, **factors)
+    adapted = {name: own + _without_matrix(name, len(own), reference, topology, rank) for name, own in held.items()}
+    factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), adapted, shared) for kind in _FACTORS}
+    clipped = [_taken_apart(gradients, adapted, shared) for gradients in trace.clipped]
+    found = with_prints_of_each(trace, held)
+    for kind in ("rows", "columns"):
+        for name, own in held.items():
+            prints, every = getattr(trace, kind)[name][0], getattr(reference, kind)[name]
+            for expert in adapted[name][len(own) :]:  # cut as the first one of the rank is
+                alike = dict(zip(every[own[0]].tolist(), every[expert].tolist(), strict=True))
+                values = [alike.get(value, value) for value in prints.tolist()]
+                getattr(found, kind)[_name(name, expert)] = torch.tensor(values, dtype=prints.dtype)
+    return replace(found, clipped=clipped, **factors)
+
+
+def _without_matrix(name: str, held: int, reference: Trace, topology: Topology, rank: int) -> list[int]:
+    """The experts on a rank whose factors are alone there: those behind all that the ranks of ep hold matrices of, which
+    the model's own code multiplies with nothing (longcat_flash); they are dealt out as the others are.
+    """
+    stack = reference.stacks.get(name)
+    total, routed = stack.num_experts if stack else 0, held * topology.ep
+    each = max(0, total - routed) // topology.ep
+    first = routed + topology.expert_coordinates(rank)["ep"] * each
+    return list(range(first, first + each))
 
 
 def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = None) -> Trace:

@@ -159,8 +159,9 @@ class Stored:
                 for block in _blocks_of_row(self.rows[number], of_matrix, self.dim):
                     yield Block(block.tensor, block.parts, (index, *block.place))
 
-    def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
-        """(What is wrong, the rule) if this does not fit parameter `name` of shape `needed`."""
+    def mistake(self, name: str, needed: tuple[int, ...], num_experts: int = 0) -> tuple[str, str] | None:
+        """(What is wrong, the rule) if this does not fit parameter `name` of shape `needed`. num_experts: the first
+        ones that must be there; 0: all."""
         if not self.experts or len(needed) != len(self.shape):
             return None if self.shape == needed else (name, shape_mistake(self.shape, needed))
         number, *sizes = needed
@@ -173,7 +174,7 @@ class Stored:
             for tensor in row:
                 if tensor.shape != matrix:
                     return tensor.key, shape_mistake(tensor.shape, matrix)
-        if missing := sorted(set(range(number)) - set(self.experts)):
+        if missing := sorted(set(range(num_experts or number)) - set(self.experts)):
             return self.names[0].replace("*", str(missing[0])), f"it is missing; config.json says {number} experts"
         return None
 

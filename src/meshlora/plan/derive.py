@@ -206,7 +206,7 @@ class _Planner:
         widths = {1}  # of a gate; a router has one for each expert
         for rule in self.experts.values():
             if rule.name.startswith(f"{block}."):
-                widths.add(rule.num_experts)
+                widths.add(rule.num_choices)
         matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
         return bool(matrices) and widths.issuperset(map(len, matrices))
 

@@ -168,7 +168,7 @@ def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> Fac
     assert side is not Side.AFTER, rule
     cuts = []
     if not is_shared:
-        cuts.append(Cut(0, EP, Layout.plain(rule.num_experts)))
+        cuts.append(Cut(0, EP, rule.with_factors))
     # B of the first projection has its outputs in dim 1, A of the second its inputs in dim 2.
     if rule.split is Split.COLUMN and side is Side.OUTPUT:
         cuts.append(Cut(1, ETP, rule.layout))

@@ -27,7 +27,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from meshlora.plan.features import Asked
-from meshlora.plan.layout import Layout, Split
+from meshlora.plan.layout import Layout, Piece, Split
 from meshlora_ground.tasks import CAUSAL, HEADS
 from meshlora_ground.topology import FEATURES, LAYERS, Topology, copies_axis
 
@@ -83,11 +83,20 @@ class ExpertRule(LinearRule):
         split: over etp: COLUMN for the first projection, ROW for the second. layout: of the split dim.
         is_transposed: stored as `[E, in, out]`. fused: gate and up, if they are one matrix.
         is_swapped: PEFT mistakes the input for the output: its A is on the output side, its B on the input side.
+        num_zero: of the stack's matrices behind those of the experts, which nobody multiplies with, as experts without
+            a computation have them (longcat_flash). PEFT gives them factors, and here they have nothing else.
     """
 
     layout: Layout
     num_experts: int = 1
     is_swapped: bool = False
+    num_zero: int = 0
+
+    @property
+    def with_factors(self) -> Layout:
+        """The entries of a factor's stack, as ep cuts them."""
+        zero = (Piece("zero", self.num_zero, 1),) if self.num_zero else ()
+        return Layout((Piece("routed", self.num_experts, 1), *zero))
 
 
 @dataclass(frozen=True)
@@ -108,6 +117,11 @@ class ExpertsRule:
     second: ExpertRule
     routers: tuple[str, ...] = ()
     weights_first: bool = False
+
+    @property
+    def num_choices(self) -> int:
+        """The experts that a router chooses among."""
+        return self.num_experts + self.first.num_zero
 
     @property
     def projections(self) -> tuple[ExpertRule, ExpertRule]:

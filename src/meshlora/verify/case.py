@@ -120,7 +120,7 @@ def _with_experts(
     """
     text = config.get_text_config()
     chosen, groups = num_chosen(text.to_dict()), getattr(text, "n_group", None) or 1
-    numbers = {rule.num_experts for rule in plan.experts.values()}
+    numbers = {rule.num_choices for rule in plan.experts.values()}
     if request.dtype == "float64" and chosen and groups == 1 and len(numbers) == 1 and plan.topology.pp == 1:
         size = {"layers": text.num_hidden_layers, "experts": min(numbers), "chosen": chosen}
         return with_routed(data, **size, seed=request.seed)

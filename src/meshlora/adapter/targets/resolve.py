@@ -258,7 +258,7 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
     if not isinstance(rule, ExpertRule):
         return target
     shared = bool(getattr(config, "share_experts", False))
-    return dataclasses.replace(target, num_experts=rule.num_experts, is_shared=shared, is_swapped=rule.is_swapped)
+    return dataclasses.replace(target, num_experts=rule.with_factors.size, is_shared=shared, is_swapped=rule.is_swapped)
 
 
 def _embedding_size(model: Any, plan: ModelPlan, name: str) -> tuple[int, int]:

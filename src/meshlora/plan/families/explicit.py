@@ -177,6 +177,16 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters
     ),
     "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
+    # Two attentions and two MLPs in a layer, its experts across.
+    "longcat_flash": FamilyPlan(
+        {
+            **separate("self_attn.0", names="q_b_proj kv_b_proj"),
+            **separate("self_attn.1", names="q_b_proj kv_b_proj"),
+            **gated_mlp("mlps.0"),
+            **gated_mlp("mlps.1"),
+        },
+        opened=("self_attn", "mlps", "input_layernorm", "post_attention_layernorm"),
+    ),
     "mimo_v2_flash": FamilyPlan({**_ATTENTION, **_DENSE}, parameters=_SINKS),
     "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **_DENSE}),
     # Its attention is whole: the indexer's choice has a dim of key/value heads.

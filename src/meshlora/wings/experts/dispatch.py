@@ -48,7 +48,8 @@ class Places:
     A sum over the places of a row is always taken in their order, forward and backward: no scatter, no atomics.
 
     Attributes:
-        index: int64 `[M]`, the row of each place. places: int64 `[n, c]`, the places of each row.
+        index: int64 `[M]`, the row of each place. places: int64 `[n, c]`, the places of each row; `[n]`, the first one
+            of each row, where some rows have more than others, one after another.
     """
 
     index: Tensor

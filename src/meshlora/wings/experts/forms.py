@@ -55,6 +55,9 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
         raise UserError(given, f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp")
     for rule in found.values():
         _check_divides("ep", topology.ep, rule.num_experts, f"the {rule.num_experts} experts of {rule.name}")
+        if rule.first.num_zero:
+            zero = rule.first.num_zero
+            _check_divides("ep", topology.ep, zero, f"the {zero} experts of {rule.name} that compute nothing")
         width = rule.second.in_features
         _check_divides("etp", topology.etp, width, f"the width {width} of the experts of {rule.name}")
     return found
@@ -88,7 +91,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
         # Its block scales the tokens and calls it with all of them for every expert.
         flags = {"has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True}
         weights_first = True
-    if set(flags.values()) == {None} and _is_usual(module):
+    is_tried = set(flags.values()) == {None} and _is_usual(module)
+    if is_tried:
         flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if None in flags.values() or getattr(module, "has_post_expert_norm", False):
         return None
@@ -100,6 +104,9 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
         of_inputs = 1
     first, second = getattr(module, first_name), module.down_proj
     num_experts, inner, hidden = second.shape[0], second.shape[of_inputs], first.shape[of_inputs]
+    num_zero = len(first) - num_experts
+    if num_zero and not is_tried:
+        return None
     known = {first_name, "down_proj"}
     if flags["has_bias"]:
         known |= {f"{first_name}_bias", "down_proj_bias"}
@@ -123,34 +130,42 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
         name,
         block,
         num_experts,
-        ExpertRule(f"{name}.{first_name}", Split.COLUMN, hidden, pieces.size, layout=pieces, fused=fused, **common),
+        ExpertRule(
+            *(f"{name}.{first_name}", Split.COLUMN, hidden, pieces.size),
+            **{"layout": pieces, "fused": fused, "num_zero": num_zero, **common},
+        ),
         ExpertRule(f"{name}.down_proj", Split.ROW, inner, hidden, layout=Layout.plain(inner), **common),
-        _routers(model.get_submodule(block), block, name, num_experts),
+        _routers(model.get_submodule(block), block, name, len(first)),
         weights_first,
     )
 
 
 def _is_usual(module: nn.Module) -> bool:
     """Whether a stack that says nothing of its form (step3p7) has the usual one: it is run on a few numbers, and
-    compared with what `wings.experts.module` computes of them.
+    compared with what `wings.experts.module` computes of them. Experts without a second matrix give back their input.
     """
     own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
     number, width, hidden = own.get("gate_up_proj", (0, 0, 0))
-    if own != {"gate_up_proj": (number, width, hidden), "down_proj": (number, hidden, width // 2)} or width % 2:
+    routed = own["down_proj"][0]
+    if own != {"gate_up_proj": (number, width, hidden), "down_proj": (routed, hidden, width // 2)} or width % 2:
         return False
     generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
-    first, second, weights = drawn(number, 6, 5), drawn(number, 5, 3), drawn(8, 2)
+    first, second, weights = drawn(number, 6, 5), drawn(routed, 5, 3), drawn(8, 2)
     # Small and large: a clamp that the gate knows nothing of shows.
     x = drawn(8, 5) * 10.0 ** torch.arange(-2.0, 2.0, 0.5, dtype=torch.float64, device="cpu").unsqueeze(1)
-    chosen = torch.stack([torch.arange(8, device="cpu") % number, (torch.arange(8, device="cpu") * 3 + 1) % number], 1)
+    of_tokens = torch.arange(8, device="cpu")
+    chosen = torch.stack([of_tokens % number, (number - 1 - 3 * of_tokens) % number], 1)
     gate = gate_of(module)
     expected = torch.zeros_like(x)
     for token, choice in itertools.product(range(8), range(2)):
         expert = int(chosen[token, choice])
+        if expert >= routed:
+            expected[token] += weights[token, choice] * x[token]
+            continue
         inner = (first[expert] @ x[token]).unsqueeze(0)
         if gate is not None:
             inner = gate(inner)

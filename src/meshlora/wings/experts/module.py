@@ -65,7 +65,7 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         """As in `AdaptedLeaf`; B is stored in the layout that the grouped products read."""
         held = dict(factors)
         for part, value in factors.items():
-            assert len(value) in (1, self.num_experts), (name, part)
+            assert len(value) in (1, self.rule.with_factors.local_size(self.rule.num_experts // self.num_experts)), part
             if part.startswith("B"):  # `B.gate` of a piece, too
                 held[part] = value.mT.contiguous().mT
         super().add_adapter(name, held, scaling=scaling)
@@ -85,9 +85,9 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
                 return Placement(of_bias, None, None, num_experts=rule.num_experts)
             return Placement(of_bias, 1, rule.layout, num_experts=rule.num_experts)
         # Held as it is stored: no transposition.
-        shape, dim = (rule.num_experts, rule.out_features, rule.in_features), 2
+        shape, dim = (rule.with_factors.size, rule.out_features, rule.in_features), 2
         if rule.is_transposed:
-            shape = (rule.num_experts, rule.in_features, rule.out_features)
+            shape = (shape[0], rule.in_features, rule.out_features)
         if (rule.split is Split.COLUMN) != rule.is_transposed:
             dim = 1
         return Placement(shape, dim, rule.layout, num_experts=rule.num_experts, has_inputs_first=rule.is_transposed)
@@ -107,8 +107,8 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         zero-padded to the largest r, and B includes the scale of its adapter.
         """
         if self.in_use is not None:
-            return self.factors(self.in_use)
-        pairs = {name: self.factors(name) for name in adapters if name is not None and name in self.scaling}
+            return self.factors_of_experts(self.in_use)
+        pairs = {name: self.factors_of_experts(name) for name in adapters if name is not None and name in self.scaling}
         if not pairs:
             return None, None
         r = max(a.shape[-2] for a, _ in pairs.values())
@@ -121,6 +121,11 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
             every_a.append(a.expand(self.num_experts, -1, -1))
             every_b.append((b * self.scaling.get(str(name), 1.0)).expand(self.num_experts, -1, -1))
         return torch.stack(every_a, 1).flatten(0, 1), torch.stack(every_b, 1).flatten(0, 1)
+
+    def factors_of_experts(self, name: str) -> tuple[Tensor, Tensor]:
+        """`factors`, without those of experts that compute nothing."""
+        a, b = self.factors(name)
+        return a[: self.num_experts], b[: self.num_experts]
 
     def _piece_rows(self, piece: str) -> Tensor:
         assert self.rule.fused is not None, self.rule
@@ -155,7 +160,10 @@ class ParallelExperts(CutsTokens):
         if self.cuts_tokens:
             hidden_states, top_k_weights = _TokenShare.apply(hidden_states, top_k_weights, self.mesh.tp)
             pairs = _share(pairs, self.mesh.tp)
-        out = self._of_own_tokens(hidden_states, pairs, top_k_weights, adapters)
+        if self.rule.first.num_zero:
+            out = self._of_choices(hidden_states, pairs, top_k_weights, adapters)
+        else:
+            out = self._of_own_tokens(hidden_states, pairs, top_k_weights, adapters)
         if not self.cuts_tokens:
             return out
         return gather_each_to_one(_padded(out, number, self.mesh.tp), self.mesh.tp)[:number]
@@ -178,6 +186,20 @@ class ParallelExperts(CutsTokens):
             if not leaf.scaling.keys().isdisjoint(tokens.adapters):
                 return tokens.adapters
         return ()
+
+    def _of_choices(
+        self, tokens: Tensor, chosen: Tensor, weights: Tensor, adapters: Sequence[str | None]
+    ) -> Tensor:
+        """As `_of_own_tokens`, where some choices are experts that give back their input: they cost a multiplication
+        here, and no row of theirs is sent.
+        """
+        is_routed = chosen < self.rule.num_experts * (len(adapters) or 1)
+        at_home = tokens * torch.where(is_routed, 0, weights).sum(1, keepdim=True).to(tokens.dtype)
+        numbers = is_routed.sum(1)
+        # One row for each choice that is left, in the order of the tokens: the host waits to learn how many.
+        routed = Places(is_routed.nonzero()[:, 0], numbers.cumsum(0) - numbers)
+        of_rows = chosen[is_routed].unsqueeze(1), weights[is_routed].unsqueeze(1)
+        return at_home + routed.collect(self._of_own_tokens(routed.spread(tokens), *of_rows, adapters))
 
     def _of_own_tokens(
         self, tokens: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Sequence[str | None]

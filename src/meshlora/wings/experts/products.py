@@ -96,7 +96,13 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
     """out[m] = sum_j weights[m,j] rows[places[m,j]]: rows `[N, H]`, places `[M, k]` -> `[M, H]`. No autograd.
 
     In the order of j, in one pass, with no copy of the rows and no atomics. The weights are rounded to their dtype.
+    places `[M]` are the first ones of each m, whose rows lie one after another: any number of them.
     """
+    if places.ndim == 1:
+        if not len(rows):
+            return rows.new_zeros(len(places), rows.shape[1])
+        with torch.no_grad():
+            return F.embedding_bag(row_counts.numbers(len(rows), rows.device), rows, places, mode="sum")
     if places.shape[1] == 1 and weights is None:
         return rows.index_select(0, places[:, 0])
     if not len(places):

@@ -73,7 +73,7 @@ class RunRouting(StepPart):
             self._tokens.append([])
             for _, row in part:  # several sequences in a packed one
                 self._tokens[-1].append(torch.cat([numbers[place] for place in row]))
-        experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
+        experts = {rule.block: rule.num_choices for rule in self.plan.experts.values()}
         digest = _digest(ids)
         record = RoutingRecord(total, experts, digest=digest)
         if self.folder is None:
@@ -211,9 +211,9 @@ def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
         if own.shape[1] > 1 and bool((np.diff(np.sort(own), axis=1) == 0)[own[:, 0] >= 0].any()):
             rule = "a token goes to one expert twice"
             raise UserError(f"{option}, {experts.block}", rule, "are they of this engine?")
-        if own.max(initial=-1) >= experts.num_experts:
+        if own.max(initial=-1) >= experts.num_choices:
             given = f"{option}, {experts.block}: expert {own.max()}"
-            raise UserError(given, f"there are {experts.num_experts}", "give those of the model that is trained")
+            raise UserError(given, f"there are {experts.num_choices}", "give those of the model that is trained")
     return columns
 
 

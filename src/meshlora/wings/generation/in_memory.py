@@ -164,9 +164,10 @@ def _change(leaf: _Merging, adapter: str, rows: slice) -> Tensor:
     if isinstance(leaf, ParallelEmbedding):  # [V, H], of A [r, V] and B [H, r]
         a, b = leaf.lora_embedding_A[adapter], leaf.lora_embedding_B[adapter]
         return (a[:, rows].T @ b.T) * scale
-    a, b = leaf.factors(adapter)
     if isinstance(leaf, ParallelLinear):
+        a, b = leaf.factors(adapter)
         return (b[rows] @ a) * scale
+    a, b = leaf.factors_of_experts(adapter)
     a, b = (factor.expand(leaf.num_experts, -1, -1)[rows] for factor in (a, b))  # experts may share them
     product = (b @ a) * scale
     if leaf.rule.is_transposed:
