@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import textwrap
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,10 +34,12 @@ from support_needs import checkpoints_on, counts_line, needs_of
 from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import prepare_proof
+from meshlora.wings.found.probe import sees_later_tokens
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.float64 import lift
 from meshlora_ground.topology import LAYERS, TOKENS, Topology
 from meshlora_ground.versions import versions
-from meshlora_judge.twin import language_model_types
+from meshlora_judge.twin import language_model_types, twin_config
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "src/meshlora/wings/proved/proved.json"
@@ -285,10 +288,23 @@ def record(part: Part, findings: list[Finding], *, keep: bool) -> None:
         if finding.status == "proved":
             errors[finding.family] = errors.get(finding.family, {}) | finding.errors
     errors = {family: found for family, found in sorted(errors.items()) if any(map(SPLIT.has, found))}  # no other alone
-    RECORD.write_text(json.dumps({"versions": versions(), "families": errors}, indent=2) + "\n", encoding="utf-8")
+    later = _that_see_later_tokens(errors, {finding.family for finding in findings})
+    written = {"versions": versions(), "see_later_tokens": later, "families": errors}
+    RECORD.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
     for (page, begin, end), text in ((MATRIX, matrix(errors)), (SUMMARY, summary(errors))):
         before, _, rest = page.read_text(encoding="utf-8").partition(begin)
         page.write_text(f"{before}{begin}\n{text}{end}{rest.partition(end)[2]}", encoding="utf-8")
+
+
+def _that_see_later_tokens(recorded: Iterable[str], asked: Collection[str]) -> list[str]:
+    """Those of `recorded` that see later tokens: what is known of them, or of those `asked` for what their twins do."""
+    known: list[str] = json.loads(RECORD.read_text(encoding="utf-8"))["see_later_tokens"]
+    found = {*known} - {*asked}
+    with lift():
+        for family in {*asked} & {*recorded}:
+            if sees_later_tokens(twin_config(family)):
+                found.add(family)
+    return sorted(found & {*recorded})
 
 
 def _recorded() -> dict[str, dict[str, float]]:

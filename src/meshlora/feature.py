@@ -334,8 +334,8 @@ class Feature:
         """
         return {}
 
-    def is_proved_family(self, model_type: str) -> bool:
-        """`model.padding`, when a model is loaded: whether training of the family is proved against one process."""
+    def is_proved_causal(self, model_type: str) -> bool:
+        """`model.padding`, when a model is loaded: if its family is proved, and sees no later token."""
         return False
 
     def is_proved(self, plan: ModelPlan) -> bool:

@@ -20,7 +20,8 @@ from meshlora.run.packing_check import _twin
 from meshlora.train.batch import Batch
 from meshlora.train.collation import collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
-from meshlora.wings.proved.families import PROVED, PROVED_EXPERTS
+from meshlora.wings.found.probe import sees_later_tokens
+from meshlora.wings.proved.families import PROVED, PROVED_EXPERTS, SEE_LATER_TOKENS
 from meshlora_ground.compat import replaced
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift
@@ -29,8 +30,8 @@ from meshlora_judge.twin import twin_config
 
 # Longer and shorter than a twin's windows (8).
 LENGTHS = (13, 21, 5)
-# Of all proved families only this has them among its dense ones: it sees its whole prompt.
-SEES_LATER_TOKENS = {"paligemma"}
+# By its configuration: it sees its whole prompt, where that is marked.
+SEES_ITS_PROMPT = {"paligemma"}
 # Decoders with attention to an encoder, which runs in none of our models and is not causal: they keep the mask.
 OF_ENCODERS_TOO = {
     "bart",
@@ -82,9 +83,33 @@ def test_a_mask_of_padding_changes_no_token(family: str) -> None:
 @pytest.mark.parametrize("attention", [None, "eager"])
 @pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
 def test_a_mask_of_padding_changes_no_token_of_any_family(family: str, attention: str | None) -> None:
-    assert _needs(family) == (family in SEES_LATER_TOKENS | OF_ENCODERS_TOO)
-    if family not in SEES_LATER_TOKENS:
+    assert _needs(family) == (family in SEE_LATER_TOKENS | SEES_ITS_PROMPT | OF_ENCODERS_TOO)
+    if family not in SEE_LATER_TOKENS | SEES_ITS_PROMPT:
         _check(family, attention)
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba", "xlnet"])
+def test_what_is_recorded_of_later_tokens_is_what_a_twin_does(family: str) -> None:
+    with lift():
+        assert sees_later_tokens(twin_config(family)) == (family in SEE_LATER_TOKENS)
+
+
+def test_a_family_that_sees_later_tokens_is_told_by_its_forward_alone() -> None:
+    # Neither a module nor the configuration says so: without the record its padding would be seen.
+    assert _needs("xlnet")
+    config = twin_config("xlnet")
+    with lift():
+        config.attn_type = "bi"
+        assert sees_later_tokens(config)
+        config.attn_type = "uni"
+        assert not sees_later_tokens(config)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", sorted(PROVED))
+def test_what_is_recorded_of_later_tokens_is_right_of_any_family(family: str) -> None:
+    with lift():
+        assert sees_later_tokens(twin_config(family)) == (family in SEE_LATER_TOKENS)
 
 
 def test_who_routes_tokens_or_sees_later_ones_needs_a_mask() -> None:

@@ -157,6 +157,17 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
     return seen
 
 
+def sees_later_tokens(config: PretrainedConfig) -> bool:
+    """Whether a change of the last token changes an earlier one's logits, in a small model of `config`, on text."""
+    model = small_model(config)
+    ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
+    other = ids.clone()
+    other[:, -1] += 1
+    with torch.no_grad():
+        first, second = (model(input_ids=each).logits[:, :-1] for each in (ids, other))
+    return bool((first - second).abs().max() > _NOTHING * first.abs().max())
+
+
 def gradients(of: Tensor, to: list[Tensor], *, features: Tensor | None = None) -> list[Tensor | None]:
     """The gradient of a random sum over `of`, of its last dim's `features` alone, by each of `to`."""
     if not of.requires_grad or not to:

@@ -27,6 +27,8 @@ from meshlora_ground.versions import digest, other_minors, own_sources, versions
 _FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
 _RECORD: dict[str, dict[str, float]] = _FILE["families"]
 PROVED = frozenset(_RECORD)
+# Those whose twin has been seen to (`wings.found.probe.sees_later_tokens`): padding behind a token changes it.
+SEE_LATER_TOKENS = frozenset[str](_FILE["see_later_tokens"])
 
 
 def _proved_over(axes: frozenset[str]) -> frozenset[str]:

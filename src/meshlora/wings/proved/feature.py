@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from meshlora.feature import Feature
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.proved.families import PROVED, check_proved_here
+from meshlora.wings.proved.families import PROVED, SEE_LATER_TOKENS, check_proved_here
 
 
 class _Proved(Feature):
-    def is_proved_family(self, model_type: str) -> bool:
-        return model_type in PROVED
+    def is_proved_causal(self, model_type: str) -> bool:
+        return model_type in PROVED - SEE_LATER_TOKENS
 
     def is_proved(self, plan: ModelPlan) -> bool:
         check_proved_here(plan.model_type, plan.topology, has_experts=bool(plan.experts))
