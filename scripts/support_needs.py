@@ -25,7 +25,6 @@ _NEEDS = (
      "runs on images or sound, as its forward asks for; or a forward of transformers that takes text alone"),
     (r"second input that carries a gradient|residual stream is several|beside the residual stream|indexer runs once",
      "its second stream cut, sent and proved as the first one is"),
-    (r"states by place", "states of layers that stages send by place, as those by name"),
     (r"norm before its layers|past the border of sp|past the cut of sp", "that module's place in the plan: before or "
      "after the layers, with its own cut"),
     (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once",
@@ -42,7 +41,6 @@ _NEEDS = (
     (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|lacks vision_start",
      "transformers: it differs from itself there"),
     (r"zeroes the padding", "transformers: it differs from itself there"),
-    (r"tokens see later ones", "that its attention is not causal known to model/padding.py"),
     (r"embedding is a module|embedding or its output head", "an embedding of that form, split by its rows"),
     (r"has no twin|no twin of it|cannot be shrunk", "tiny sizes that fit together: a line in meshlora_judge/twin.py"),
     (r"no gradient: text does not pass", "the user: exclude_modules, as the message says; or images"),

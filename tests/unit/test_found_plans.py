@@ -109,6 +109,15 @@ def test_found_plan_is_that_of_the_table(family: str, hidden: Callable[[Any], Mo
         assert dataclasses.replace(same, local={}, sliced={}) == dataclasses.replace(region, local={}, sliced={})
 
 
+@pytest.mark.parametrize(("family", "is_after"), [("bart", False), ("bigbird_pegasus", True)])
+def test_a_norm_beside_the_layers_is_where_it_runs(
+    family: str, is_after: bool, hidden: Callable[[Any], ModelPlan]
+) -> None:
+    plan = hidden(_model(family))
+    name = f"{plan.layers.rpartition('.')[0]}.layernorm_embedding"
+    assert (name in plan.after) == is_after
+
+
 @pytest.mark.long
 def test_found_plans_of_all_proved_families_are_those_of_their_tables(hidden: Callable[[Any], ModelPlan]) -> None:
     different, more = dict[str, list[str]](), dict[str, list[str]]()

@@ -16,7 +16,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import general_rules
 from meshlora.wings.stages.cut import cut_layers, plan_of_rank
-from meshlora.wings.stages.hold import HeldStages, hold_stages
+from meshlora.wings.stages.hold import HeldStages, _returned, hold_stages
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.pipeline import time_of_all
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -29,6 +29,32 @@ from tests.for_each import for_each
 def _plan(topology: str, **sizes: int) -> ModelPlan:
     _, plan = build_meta(twin_config("llama", tp=2, **sizes), Topology.parse(topology), dtype=torch.float32)
     return plan
+
+
+class _Named:
+    def forward(self, x: Any) -> Any:
+        layer_output = x[1:]
+        layer_output += 1
+        return layer_output
+
+
+class _InOutputs:
+    def forward(self, x: Any, keep: bool = False) -> Any:
+        outputs = x[1:]
+        if keep:
+            outputs = (x,) + outputs  # noqa: RUF005
+        return outputs
+
+
+class _Added:
+    def forward(self, x: Any) -> Any:
+        outputs = x[1:]
+        return (x, x) + outputs  # noqa: RUF005
+
+
+@pytest.mark.parametrize(("kind", "length"), [(_Named, 0), (_InOutputs, 1), (_Added, 2)])
+def test_a_stage_passes_on_what_layers_of_its_family_return(kind: type, length: int) -> None:
+    assert _returned(kind) == length
 
 
 @for_each("number", [1, 2, 3, 4])

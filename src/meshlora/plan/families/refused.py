@@ -52,17 +52,6 @@ _REFUSED_SPLIT = {
 }
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
-    **dict.fromkeys(
-        (
-            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
-            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xlnet"),
-        ),
-        "its layers take and return their states by place, which stages do not send",
-    ),
-    **dict.fromkeys(
-        ("bart", "blenderbot-small", "mbart", "mvp", "plbart"),
-        "a norm before its layers is registered after them, where other stages have it",
-    ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "qwen2_audio": "its code asks for the device of its tower, which other stages do not have",

@@ -67,7 +67,7 @@ class Found:
 def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     """The plan of `model`, small and with weights. apart: the names of its routed experts."""
     # First, as some models change their own modules when they run.
-    found, after, layers = Found(), _after(model, layers_name), model.get_submodule(layers_name)
+    found, (before, after), layers = Found(), _around(model, layers_name), model.get_submodule(layers_name)
     for index in _kinds(layers):
         prefix = f"{layers_name}.{index}."
         own = {name.removeprefix(prefix) for name in apart if name.startswith(prefix)}
@@ -80,26 +80,31 @@ def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     # A block that is whole in one kind of layer is so in all: its paths are the same.
     for block in found.kept_whole.keys() & found.units.keys():
         found.drop(block)
-    found.add(FamilyPlan({}, after=after))
+    found.add(FamilyPlan({}, before=before, after=after))
     return found
 
 
-def _after(model: Any, layers_name: str) -> tuple[str, ...]:
-    """The modules that run after the layers: those beside these, and those that are registered before them elsewhere.
+def _around(model: Any, layers_name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(the norms beside the layers that do not run after them, though registered there, the modules that do run after
+    them: those beside them, and those that are registered before them elsewhere).
 
     Others are known by their place (`plan.derive`).
     """
     base, head = layers_name.rpartition(".")[0], model.get_output_embeddings()
     names = [name for name, _ in model.named_modules()]
     first = names.index(layers_name)
-    found = []
-    for name in look(model, model.get_submodule(layers_name)[-1], ()).after:
+    before, found = [], []
+    called = look(model, model.get_submodule(layers_name)[-1], ()).after
+    for name, module in model.get_submodule(base).named_children():
+        if "Norm" in type(module).__name__ and f"{base}.{name}" not in called and names.index(f"{base}.{name}") > first:
+            before.append(name)
+    for name in called:
         module, child = model.get_submodule(name), name.removeprefix(f"{base}.")
         if name.startswith(f"{layers_name}.") or module is head or not list(module.parameters()):
             continue
         if (child != name and "." not in child) or (child == name and names.index(name) < first):
             found.append(child)
-    return tuple(found)
+    return tuple(before), tuple(found)
 
 
 def _kinds(layers: nn.ModuleList) -> list[int]:

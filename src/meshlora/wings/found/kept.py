@@ -37,7 +37,7 @@ from meshlora_ground.yaml_reading import parse_yaml
 _SHIPPED = Path(__file__).with_name("plans.yaml")
 _MOST_BYTES = 2**18
 _HEAD = ("model_type", "transformers", "code")
-_LISTS = ("wide_norms", "whole", "after", "opened")
+_LISTS = ("wide_norms", "whole", "before", "after", "opened")
 _MAPS = ("leaves", "local", "sliced", "parameters", "passes", "units", "kept_whole")
 
 

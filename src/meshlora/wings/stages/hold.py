@@ -260,14 +260,17 @@ def _returned(kind: Any) -> int:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, SyntaxError):
         return 0
-    longest = 0
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Return):
-            continue
-        if isinstance(node.value, ast.Tuple):
-            longest = max(longest, len(node.value.elts))
-        elif isinstance(node.value, ast.Name) and "output" in node.value.id:  # `outputs = (hidden_states,)`
-            longest = max(longest, 1)
+    lengths, longest = dict[str, int](), 0
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.Return)]
+    for node in sorted(nodes, key=lambda node: isinstance(node, ast.Return)):  # `outputs = (hidden_states,)` first
+        # `return (hidden_states,) + outputs`
+        value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
+        length = len(value.elts) if isinstance(value, ast.Tuple | ast.List) else 0
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            lengths[name] = max(length, lengths.get(name, 0))
+        elif isinstance(node, ast.Return):
+            longest = max(longest, lengths.get(value.id, 0) if isinstance(value, ast.Name) else length)
     return longest
 
 
