@@ -28,6 +28,7 @@ from meshlora_ground.errors import UnsupportedError
 # Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
 _TOKEN_DIMS = {
     "position_embeddings": (-3, -2),
+    "sinusoidal_pos": (0, -2),  # of roformer: one for all rows
     "position_ids": (-2, -1),
     "attention_scaling": (-4, -2),
     "per_layer_input": (-3, -2),
