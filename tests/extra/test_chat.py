@@ -159,7 +159,7 @@ def test_answer_that_the_positions_cut_is_said(run: Path) -> None:
         (("--model", "{bare}"), "give --chat-template NAME or FILE"),
         (("--model", "{model}", "--chat-template", "nope"), "--chat-template nope: there is no such file"),
         (("--run", "{other}"), "it has no finished adapter; train it"),
-        (("--model", "{model}", "--topology", "pp=2", "--nproc", "2"), "pp"),
+        (("--model", "{model}", "--topology", "pp=2,interleave=2", "--nproc", "2"), "leave out interleave"),
     ],
 )
 def test_mistake_is_one_line(

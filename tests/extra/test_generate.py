@@ -111,6 +111,24 @@ def check(folder: Path, topology: str, pool: Pool, options: list[dict[str, Any]]
             for family in ("gemma3_text", "gpt_oss", "qwen3_next", "bamba", "opt", "mistral")
             for topology in ("tp=2", "tp=2,sp")
         ),
+        ("llama", "pp=2"),
+        *(
+            pytest.param(family, "pp=2", marks=pytest.mark.proof)
+            for family in (
+                "gemma3_text",
+                "gpt_oss",
+                "qwen3_next",
+                "bamba",
+                "opt",
+                "deepseek_v3",
+                "glm_moe_dsa",
+                "hy_v4",
+            )
+        ),
+        *(
+            pytest.param("qwen3_moe", topology, marks=pytest.mark.proof)
+            for topology in ("pp=2,tp=2,sp,ep=2", "pp=2,dp=2,ep=2", "pp=2,cp=2")
+        ),
     ],
 )
 def test_tokens_are_those_of_one_process(
@@ -119,7 +137,7 @@ def test_tokens_are_those_of_one_process(
     options = [GREEDY, DRAWN, BEAMS]
     if family in ("llama", "gemma3_text", "gpt_oss"):
         options.append(STATIC)
-    check(twins(family), topology, pools(2), options)
+    check(twins(family), topology, pools(meshlora.Topology.parse(topology).world), options)
 
 
 # Five prompts in batches of two: of three batches two ranks have two and one.
@@ -181,6 +199,7 @@ def _alone(model: Any, eos: int | None, options: GenerateConfig) -> list[tuple[l
         ("qwen3_moe", "dp=2,ep=2"),
         *(pytest.param("llama", topology, marks=pytest.mark.proof) for topology in ("dp=2", "dp=2,dp_shard", "cp=2")),
         *(pytest.param("qwen3_moe", topology, marks=pytest.mark.proof) for topology in ("cp=2,ep=2", "tp=2,etp=2")),
+        ("llama", "pp=2"),
     ],
 )
 def test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace(
@@ -270,7 +289,7 @@ def test_command_says_on_each_mesh_what_one_process_says(
 ) -> None:
     model = speaking("llama")
     expected = _said_by_one(model, draws=True)
-    for topology, on in ((None, "tp=2"), ("tp=2,sp", "tp=2,sp"), ("dp=2", "dp=2")):
+    for topology, on in ((None, "tp=2"), ("tp=2,sp", "tp=2,sp"), ("dp=2", "dp=2"), ("pp=2", "pp=2")):
         found = pools(2).run(_spoken, _command(model, topology, *DRAWS), 2)
         assert found == [(on, expected)] * 2
     assert blueprint_to_generate(model, adapter=None, topology=None, world=6).topology == meshlora.Topology(tp=2, dp=3)

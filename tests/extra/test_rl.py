@@ -136,7 +136,7 @@ def test_adapter_says_how_its_prompts_asked(made: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("topology", ["tp=2,sp", pytest.param("", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("topology", ["tp=2,sp", "pp=2", pytest.param("", marks=pytest.mark.proof)])
 def test_recorded_rollouts_give_one_adapter_and_that_of_transformers(
     topology: str, made: Path, folder: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -44,6 +44,8 @@ def _batched(folder: Path, topology: str) -> list[list[int]]:
         ("gemma3_text", "tp=2"),
         ("gpt_oss", "tp=2"),
         ("qwen3_moe", "tp=2,sp,ep=2"),
+        ("llama", "pp=2"),
+        ("gemma3_text", "pp=2"),
     ],
 )
 def test_tokens_are_those_of_plain_generate_on_one_process(

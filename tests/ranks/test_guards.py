@@ -35,7 +35,10 @@ def _forward(topology: str, option: str) -> None:
 
 @pytest.mark.parametrize(
     ("topology", "option"),
-    [("tp=2,sp", "output_hidden_states"), ("tp=2,sp", "output_attentions"), ("tp=2", "output_attentions")],
+    [
+        *(("tp=2,sp", "output_hidden_states"), ("tp=2,sp", "output_attentions"), ("tp=2", "output_attentions")),
+        *(("pp=2", "output_hidden_states"), ("pp=2", "output_attentions")),
+    ],
 )
 def test_outputs_of_which_a_rank_has_a_part_are_refused(
     topology: str, option: str, pools: Callable[[int], Pool]

@@ -86,6 +86,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
         ("tp=2,sp", _under_forked_torchrun),
         pytest.param("tp=2,sp", _under_torchrun, marks=pytest.mark.proof),
         pytest.param("dp=2", _in_a_pool, marks=pytest.mark.proof),
+        pytest.param("pp=2", _in_a_pool, marks=pytest.mark.proof),
     ],
 )
 def test_own_loop_saves_the_adapter_of_one_process(

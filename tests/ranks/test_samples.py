@@ -38,7 +38,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("topology", ["tp=2,sp", pytest.param("dp=2", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("topology", ["tp=2,sp", "pp=2", pytest.param("dp=2", marks=pytest.mark.proof)])
 def test_samples_are_what_the_adapter_says_on_one_process(
     topology: str, tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:

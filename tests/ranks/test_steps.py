@@ -149,6 +149,16 @@ def alone(start: Path, tmp_path_factory: pytest.TempPathFactory, pools: Callable
         pytest.param("tp=2,sp", "_own_sum", marks=pytest.mark.proof),
         pytest.param("tp=2,sp", "_scored", marks=pytest.mark.proof),
         pytest.param("dp=2", "_scored", marks=pytest.mark.proof),
+        ("pp=2", "_labels"),
+        ("pp=2", "_scored"),
+        pytest.param("pp=2", "_own_sum", marks=pytest.mark.proof),
+        pytest.param("pp=2", "_chunked", marks=pytest.mark.proof),
+        *(
+            pytest.param(topology, name, marks=pytest.mark.proof)
+            for topology in ("pp=2,tp=2,sp", "pp=2,dp=2")
+            for name in ("_labels", "_scored")
+        ),
+        pytest.param("pp=2,cp=2", "_labels", marks=pytest.mark.proof),
     ],
 )
 def test_steps_end_with_the_adapter_of_a_plain_loop(
@@ -167,7 +177,10 @@ def test_steps_end_with_the_adapter_of_a_plain_loop(
 @pytest.mark.long
 @pytest.mark.parametrize(
     "topology",
-    ["dp=2", *(pytest.param(topology, marks=pytest.mark.proof) for topology in ("tp=2,sp", "cp=2", "dp=2,tp=2,sp"))],
+    [
+        "dp=2",
+        *(pytest.param(topology, marks=pytest.mark.proof) for topology in ("tp=2,sp", "cp=2", "dp=2,tp=2,sp", "pp=2")),
+    ],
 )
 def test_dropout_of_a_step_is_that_of_one_process(topology: str, pools: Callable[[int], Pool], tmp_path: Path) -> None:
     """The masks are those of the tokens, whatever rank has them, and however their rows are filled up."""
@@ -200,7 +213,7 @@ def _of_two_forwards(topology: str, recompute: str, is_summed: bool) -> dict[str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("topology", ["", "tp=2,sp"])
+@pytest.mark.parametrize("topology", ["", "tp=2,sp", pytest.param("pp=2", marks=pytest.mark.proof)])
 def test_layers_are_recomputed_with_the_masks_of_their_own_forward(topology: str, pools: Callable[[int], Pool]) -> None:
     """Whatever forwards were between it and its backward."""
     pool = pools(2 if topology else 1)

@@ -63,7 +63,9 @@ MISTAKES: dict[str, Case] = {
     ),
     "generate_on_too_few_processes": case(generate("--topology", "tp=2"), "tp=2 on 1 processes", "use tp in {1}"),
     "generate_on_no_process": case(generate("--nproc", "0"), "--nproc 0", "at least 1"),
-    "generate_on_stages": case(generate("--nproc", "2", "--topology", "pp=2"), "generate on pp=2", "use pp=1"),
+    "generate_on_stages": case(
+        generate("--nproc", "2", "--topology", "pp=2,interleave=2"), "generate on pp=2,", "leave out interleave"
+    ),
     "generate_on_heads_in_thirds": case(
         generate("--nproc", "3", "--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4, 8}"
     ),

@@ -115,16 +115,20 @@ def _labelled(model: Any, given: dict[str, Any]) -> Any:
     held = state.context.held  # of this forward: known once it has begun
     if held is not None:
         after = after.gather(1, held.own.to(after.device))
-    if logits.shape[:-1] != after.shape:
+    if state.pipeline.is_last and logits.shape[:-1] != after.shape:
         rule = f"its logits are of {list(logits.shape[:-1])} tokens, and a loss needs those of each label"
         raise UserError(f"labels {list(labels.shape)}", rule, "leave out logits_to_keep")
-    total = F.cross_entropy(
-        logits.flatten(0, -2).float(), after.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
-    )
-    rest, whole = dict(outputs), total
+    if state.pipeline.is_last:
+        flat, wanted = logits.flatten(0, -2).float(), after.flatten().to(logits.device)
+        total = F.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum")
+    else:
+        total = state.pipeline.signal()
+    rest, whole = dict(outputs), state.pipeline.whole(total)
+    total = whole
     if held is not None:
         whole = reduce_each_to_one(total, mesh.cp)
-        del rest["logits"]  # of this rank's tokens alone
+    if held is not None or (mesh.pp.size > 1 and torch.is_grad_enabled()):
+        del rest["logits"]  # of this rank's tokens alone, or of the last stage
     by = number.to(whole)
     if divisor is not None:
         by = torch.as_tensor(divisor, device=whole.device).to(whole)
@@ -187,7 +191,7 @@ def number_tokens(model: Any) -> None:
             state.dropout.say(earlier)
         elif own is not None:
             know_again = state.pipeline.noted()  # what borders know of this forward
-            for tensor in _with_gradients(output):
+            for tensor in (*_with_gradients(output), *_with_gradients((state.pipeline.sent,))):
                 tensor.register_hook(functools.partial(_begin_backward, state, own, know_again))
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
@@ -214,6 +218,8 @@ def _with_gradients(output: Any) -> list[Tensor]:
     found = []
     for value in values:
         tensor = value.hidden if isinstance(value, LogitsRecipe) else value
+        if (own := getattr(tensor, _OWN, None)) is not None:  # a step goes back from the sum
+            tensor = own.total
         if isinstance(tensor, Tensor) and tensor.requires_grad:
             found.append(tensor)
     return found

@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,12 +20,14 @@ class Pipeline:
     Attributes:
         stage: the one that runs.
         enter: cuts the residual stream `[B, S, H]` to what a rank has of it between layers.
+        sent: what `signal` gives next, if a forward has sent something.
         noted: notes what borders know of the forward that has run; calling the result lets them know it again, for a
             backward that computes layers again after later forwards.
     """
 
     def __init__(self) -> None:
         self.stage = 0
+        self.sent: Tensor | None = None
         self.enter: Callable[[Tensor], Tensor] = lambda x: x
         self.noted: Callable[[], Callable[[], None]] = lambda: lambda: None
 
@@ -50,6 +53,15 @@ class Pipeline:
     def signal(self) -> Tensor:
         """`[]`, 0: the loss of a stage before the last, after its forward. Its backward is that of what was sent."""
         raise AssertionError("the whole model is its last stage")
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block a forward gives what its own stage makes; else all give what the last one makes."""
+        return contextlib.nullcontext()
+
+    def whole(self, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """`x` of the last stage, on all, sent as `dtype`. x: of another stage its signal, in the shape of the last's;
+        backward: that of each stage's own."""
+        return x
 
     def take_turns(self, model: Any) -> None:
         """`model` has its leaves: what is before and after its layers is to run in one stage alone."""

@@ -124,7 +124,9 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.MADE, F.MODEL_DROPOUT)(
         "the policy that is trained would be another one than the one that acts", "set model.disable_dropout: true"
     ),
-    _refused(F.MADE, F.STAGES)("nothing is generated through stages of layers", "leave out pp"),
+    _refused(
+        {F.MADE, F.SAMPLES, F.METRICS, F.LOAD, F.COMMAND, F.GENERATE, F.BATCHED, F.LABELS, F.SCORES}, F.INTERLEAVE
+    )("outside of a step of meshlora train a rank runs one stage", "leave out interleave"),
     # What comes with the data.
     _refused({F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD, F.DISTILLED}, F.IMAGES)(
         "it is not proved with images"
@@ -133,13 +135,8 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.TOP_ENTROPY, {F.ROUTED, F.RECORD, F.REPLAY})("its first pass follows no record", "leave one out"),
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
-    _refused(
-        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.LOAD, F.COMMAND} | {F.DISTILLED},
-        F.STAGES,
-    )("it is not proved with stages of layers", "use pp=1"),
-    _refused(F.METRICS, F.STAGES)(
-        "an answer's token would pass all stages before the next can begin",
-        "use pp=1, or measure the finished adapter: meshlora evaluate --generate",
+    _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.DISTILLED}, F.STAGES)(
+        "it is not proved with stages of layers", "use pp=1"
     ),
     _refused(F.SHARDED, F.INTERLEAVE)("it is not proved with stages of layers", "use pp=1"),
     _refused(F.OTHER_ATTENTION, F.CONTEXT)("cut sequences attend by sdpa or eager", "use attn_implementation=sdpa"),
@@ -255,7 +252,6 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.PLAN, F.KEPT_ATTENTION)("its memory is not planned", "plan full, which takes less memory and more time"),
     # Loops and trainers of others.
     _refused(F.TRAINER, F.STAGES)("its loop has no turns of stages", "use meshlora train"),
-    _refused(F.LABELS, F.STAGES)("only its last stage has a loss", "use pp=1"),
     _refused(F.ROUTER_LOGITS, F.MESH)(
         "the load-balancing loss of Hugging Face's models is that of each rank's own tokens",
         "leave it out, or use meshlora train",
@@ -284,13 +280,8 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.EIGHT_BIT, F.FLOAT64, F.GPU)(
         "the kernels of bitsandbytes on GPUs have no float64", "use model.dtype: float32"
     ),
-    _refused(F.GENERATE, F.STAGES)(
-        "a token would pass all stages before the next can begin, and no order of stages is made for it",
-        "use pp=1, with as many tp or dp ranks",
-    ),
-    _refused(F.BATCHED, F.STAGES)("a token would pass all stages before the next can begin", "use model.generate"),
     _refused(F.BATCHED, F.CONTEXT)("it brings an attention of its own", "use model.generate"),
-    _refused(F.SCORES, {F.CONTEXT, F.STAGES})("its ranks have parts of the tokens or layers", "use dp, tp and sp"),
+    _refused(F.SCORES, F.CONTEXT)("its ranks have parts of the tokens", "use other axes"),
     _refused(F.TRL, {F.CONTEXT, F.STAGES})(
         "its losses are of whole rows, of which a rank has a part", "use dp or tp, or MeshTrainer, or meshlora train"
     ),
@@ -298,8 +289,8 @@ REFUSED: tuple[Refused, ...] = (
         "what is generated runs in training mode, with dropout of its own",
         "give GRPOConfig(disable_dropout=True), or an adapter with lora_dropout=0",
     ),
-    _refused(F.HIDDEN_STATES, F.SEQUENCE)("a rank has a part of them only", "use tp=1 for it"),
-    _refused(F.ATTENTIONS, F.TENSOR)("a rank has a part of them only", "use tp=1 for it"),
+    _refused(F.HIDDEN_STATES, {F.SEQUENCE, F.STAGES})("a rank has a part of them only", "use tp=1 for it, or dp"),
+    _refused(F.ATTENTIONS, {F.TENSOR, F.STAGES})("a rank has a part of them only", "use tp=1 for it, or dp"),
 )
 
 # Every feature is in one of these by name: one that is in none goes with nothing.

@@ -181,9 +181,8 @@ def prepare_prompts(run: Evaluation) -> Prompts:
 
 
 def load_to_generate(run: Evaluation) -> Any:
-    """The model, split as for the loss, but with dp ranks for stages, through which nothing is generated."""
-    topology = run.blueprint.topology
-    flat = dataclasses.replace(topology.with_stages(1), dp=topology.dp * topology.pp)
+    """The model, split as for the loss, but with one stage on each pp rank: nothing is generated through several."""
+    flat = dataclasses.replace(run.blueprint.topology, interleave=1)
     return load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
 
 

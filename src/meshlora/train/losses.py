@@ -63,9 +63,10 @@ def language_model_loss(
         UserError: labels that are shifted already; S is not divisible by cp.
     """
     after = _after(input_ids, labels, attention_mask, position_ids)
-    return shifted_loss(
+    loss = shifted_loss(
         model, input_ids, attention_mask, after, label_smoothing=label_smoothing, position_ids=position_ids, more=more
     )
+    return runtime(model).pipeline.whole(loss)
 
 
 def shifted_loss(
@@ -210,8 +211,13 @@ def token_scores(
     mask: Any = attention_mask
     after = _after(input_ids, labels, attention_mask, position_ids)
     batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})
+    if (signal := before_last(model, batch)) is not None:
+        own, none = signal.expand(after.shape), signal.detach().expand(after.shape)
+        found = TokenScores(own, own, none, none)
+    else:
+        found = _scores(to_head(model, batch), after, temperature, None)
     # From where a token is predicted to the token itself.
-    return _scores(to_head(model, batch), after, temperature, None).each(lambda value: F.pad(value[:, :-1], (1, 0)))
+    return found.each(runtime(model).pipeline.whole).each(lambda value: F.pad(value[:, :-1], (1, 0)))
 
 
 def _scores(found: Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
@@ -428,7 +434,7 @@ def _run(model: Any, batch: Batch) -> Any:
     is_packed, lengths = batch.position_ids is not None, batch.lengths
     if batch.has_one_each and state.is_causal:  # no token sees the padding behind it
         lengths = [[batch.input_ids.shape[1]]] * len(batch.input_ids)
-    with rows_of(model, lengths) if is_masked or is_packed else no_rows_packed():
+    with state.pipeline.alone(), rows_of(model, lengths) if is_masked or is_packed else no_rows_packed():
         return model(**inputs).logits
 
 

@@ -40,6 +40,7 @@ from meshlora_extra.rl.rewards import Completion, Rewards, Scored
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.float64 import lift
+from meshlora_ground.topology import LAYERS, SEQUENCES
 
 _SAVED = ".publishing"  # in the output, while the adapter is on its way
 _KEPT = 3  # published versions: one that is still being read is among them
@@ -295,5 +296,5 @@ def trainer_log_probs(one: TrainedAdapter, said: Sequence[tuple[Sequence[int], S
             for row, (_, (place, *_)) in enumerate(rows):  # joins=False: one sequence a row
                 own = found[row][micro.batch.labels[row] >= 0]  # trained tokens alone
                 table[place, : len(own)] = own
-    table = all_reduce_sum(table, one.mesh.dp)  # exact: all but one rank add zeros
+    table = all_reduce_sum(table, one.mesh.over(SEQUENCES | LAYERS))  # exact: all but one rank add zeros
     return [row[: len(tokens)].tolist() for row, (_, tokens) in zip(table, said, strict=True)]

@@ -22,7 +22,7 @@ from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.pairs import check
-from meshlora.wings.generation.rows import in_step, whole_tokens
+from meshlora.wings.generation.rows import in_step, replica, whole_tokens
 from meshlora_ground.compat import replaced
 from meshlora_ground.errors import UnsupportedError
 
@@ -70,6 +70,8 @@ def _check(model: Any, mesh: Mesh) -> None:
     rule = ""
     if in_step(model) is not None:
         rule = "replicas need each other's forwards, and each makes batches of its own"
+    elif mesh.tp.size > 1 and mesh.pp.size > 1:
+        rule = "its cache has as many key/value heads as its ranks say, and those of tp and of pp say it otherwise"
     elif _shares_heads(model, mesh.tp):
         rule = f"its cache has {heads} key/value heads divided by tp, and here ranks share some"
     if rule:
@@ -89,49 +91,49 @@ def _shares_heads(model: Any, tp: Axis) -> bool:
 
 
 def _helper(base: type, mesh: Mesh) -> type:
-    """The class of what transformers' scheduler asks of other ranks, for those along tp."""
-    tp = mesh.tp
+    """The class of what transformers' scheduler asks of other ranks, for those along tp and pp."""
+    tp, together = mesh.tp, replica(mesh)
 
     class OnMesh(base):
         def __init__(self, *_: Any, **__: Any) -> None:
             # No group is its own: it would open one by gloo, and close it.
             self.dist_on, self.device_mesh, self.cpu_comm_group = True, None, None
             self.global_rank, self.world_size = mesh.rank, mesh.topology.world
-            self.tp_size, self.tp_local_rank, self.tp_root_global_rank = tp.size, tp.rank, tp.ranks[0]
+            self.tp_size, self.tp_local_rank, self.tp_root_global_rank = together.size, together.rank, together.ranks[0]
             self.tp_group = tp.group
-            self.is_tp_driver = tp.rank == 0
+            self.is_tp_driver = together.rank == 0
             self.dp_rank, self.dp_size = mesh.data.rank, mesh.data.size
 
         def are_kv_heads_tp_ed(self) -> bool:
-            return True
+            return tp.size > 1
 
         def tp_broadcast_from_rank_0(self, value: Tensor) -> Tensor:
             own = value.to(mesh.device).reshape(1)  # a seed
-            value.copy_(broadcast_in_place(own, tp).view_as(value))
+            value.copy_(broadcast_in_place(own, together).view_as(value))
             return value
 
         def tp_all_reduce_state(
             self, payload_size: int, stop_status: int, pause_requested: int = 0
         ) -> tuple[int, int, int]:
             own = torch.tensor([[payload_size, stop_status, int(pause_requested)]], device=mesh.device)
-            size, stops, pauses = all_gather(own, tp).amax(0).tolist()
+            size, stops, pauses = all_gather(own, together).amax(0).tolist()
             return size, stops, pauses
 
         def tp_all_reduce_min(self, value: Tensor, on_cpu: bool = False) -> Tensor:
-            every = all_gather(value.to(mesh.device).reshape(1, -1), tp)
+            every = all_gather(value.to(mesh.device).reshape(1, -1), together)
             # In place, as transformers reads its own tensor afterwards.
             value.copy_(every.amin(0).view_as(value))
             return value
 
         def tp_broadcast_object_from_rank_0(self, obj: Any) -> Any:
             # Between ranks of one job, by none of whose users it was written.
-            own = pickle.dumps(obj) if tp.rank == 0 else b""
-            length = broadcast_in_place(torch.tensor([len(own)], device=mesh.device), tp)
+            own = pickle.dumps(obj) if together.rank == 0 else b""
+            length = broadcast_in_place(torch.tensor([len(own)], device=mesh.device), together)
             sent = torch.empty(int(length), dtype=torch.uint8, device=mesh.device)
-            if tp.rank == 0:
+            if together.rank == 0:
                 sent.copy_(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-            received = broadcast_in_place(sent, tp).cpu().numpy().tobytes()
-            return obj if tp.rank == 0 else pickle.loads(received)
+            received = broadcast_in_place(sent, together).cpu().numpy().tobytes()
+            return obj if together.rank == 0 else pickle.loads(received)
 
         def maybe_warn_nccl_graph_mixing(self) -> None:
             return None

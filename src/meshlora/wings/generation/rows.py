@@ -27,6 +27,7 @@ from meshlora.plan.pairs import check
 from meshlora.wings.context.context import as_transformers_attends
 from meshlora.wings.experts.same_tokens import fingerprint
 from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import FEATURES, LAYERS
 
 # Arguments of transformers' `generate` with loops of their own, in which nobody has compared ranks.
 _REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate")
@@ -60,13 +61,18 @@ def whole_tokens(model: Any) -> Iterator[None]:
         yield
 
 
+def replica(mesh: Mesh) -> Axis:
+    """The ranks that compute the forwards of this one's rows together: each has a part of the matrices, or layers."""
+    return mesh.over(FEATURES | LAYERS)
+
+
 def in_step(model: Any) -> Axis | None:
     """The ranks whose replicas compute each other's forwards, as each holds experts or shards of the base that others
     need; None: replicas know nothing of each other.
     """
     mesh: Mesh = runtime(model).mesh
     topology = mesh.topology
-    shares_experts = bool(runtime(model).plan.experts) and topology.ep * topology.etp > 1
+    shares_experts = bool(runtime(model).whole.plan.experts) and topology.ep * topology.etp > 1
     if mesh.data.size > 1 and (topology.dp_shard or shares_experts):
         return mesh.data
     return None
@@ -86,8 +92,8 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
     the same prompts, and gets the tokens of one process.
 
     Raises:
-        UserError: tp ranks have different prompts, or would draw different tokens. UnsupportedError: the model has
-            stages; a loop in which nobody has compared ranks.
+        UserError: tp or pp ranks have different prompts, or would draw different tokens. UnsupportedError: ranks
+            have several stages; a loop in which nobody has compared ranks.
     """
     mesh: Mesh = runtime(model).mesh
     check({"topology": mesh.topology, "door": "generate"})
@@ -106,14 +112,14 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
     tokens = found
     if not isinstance(found, Tensor):  # return_dict_in_generate
         tokens = found.sequences
-    _check_drawn(tokens, mesh.tp)
+    _check_drawn(tokens, replica(mesh))
     return found
 
 
 def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Compare what the ranks of a replica are given, and where their random numbers begin if any are drawn."""
-    tp: Axis = runtime(model).mesh.tp
-    if tp.size == 1:
+    axis = replica(runtime(model).mesh)
+    if axis.size == 1:
         return
     config = options.get("generation_config")
     given = (options.get("do_sample"), getattr(config, "do_sample", None), model.generation_config.do_sample)
@@ -134,9 +140,9 @@ def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None
     rows = [fingerprint(state.to(device)[None])]
     if isinstance(prompts, Tensor):
         rows.append(fingerprint(prompts.to(device)))
-    of_ranks = all_gather(torch.cat(rows, 1), tp).tolist()
+    of_ranks = all_gather(torch.cat(rows, 1), axis).tolist()
     if any(one[3:] != of_ranks[0][3:] for one in of_ranks):
-        rule = "tp ranks compute one forward together, each a part of it, and need the same rows in the same order"
+        rule = "tp and pp ranks compute one forward together, and need the same rows in the same order"
         raise UserError(f"generate: the {name} of tp ranks differ", rule, "give each rank the prompts of its dp rank")
     if any(one != of_ranks[0] for one in of_ranks):
         rule = "each would draw tokens of its own, of one forward that they compute together"
@@ -144,11 +150,11 @@ def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None
         raise UserError("generate(do_sample=True): the random states of tp ranks differ", rule, way_out)
 
 
-def _check_drawn(tokens: Tensor, tp: Axis) -> None:
-    """Raises UnsupportedError, on all ranks of `tp`, if what they have generated differs."""
+def _check_drawn(tokens: Tensor, axis: Axis) -> None:
+    """Raises UnsupportedError, on all ranks of `axis`, if what they have generated differs."""
     # Of three numbers, not of the tokens: texts of other lengths would not even have one shape.
-    of_ranks = all_gather(fingerprint(tokens), tp).tolist()
+    of_ranks = all_gather(fingerprint(tokens), axis).tolist()
     if any(one != of_ranks[0] for one in of_ranks):
-        given = f"tp ranks {list(tp.ranks)} have generated different tokens"
+        given = f"tp and pp ranks {list(axis.ranks)} have generated different tokens"
         rule = "they computed one forward together, and then each chose tokens of its own: no text is right"
         raise UnsupportedError(given, rule, "try torch.use_deterministic_algorithms(True), and leave out top_p")

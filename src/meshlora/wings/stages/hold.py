@@ -23,17 +23,20 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
+from meshlora.comm.collectives import broadcast_of
 from meshlora.comm.groups import Mesh
 from meshlora.comm.messages import hand_on, open_channel, take_over
 from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import SECOND_INPUTS
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.stages.cut import beside_text
 
@@ -47,8 +50,7 @@ class HeldStages(Pipeline):
     def __init__(self, mesh: Mesh, plan: ModelPlan) -> None:
         super().__init__()
         self.mesh, self.plan = mesh, plan
-        self.stage, self._is_chosen = plan.own_stages[-1], False
-        self._signal: Tensor | None = None
+        self.stage, self._is_chosen, self._is_alone = plan.own_stages[-1], False, False
         self._shape: tuple[int, ...] = ()
         self._sending: list[Tensor] = []  # the stream, and the second inputs of the layers after the running stage
         self._second: dict[int, Tensor] = {}  # layer -> its second input, as the stage before has sent it
@@ -84,9 +86,26 @@ class HeldStages(Pipeline):
 
     def signal(self) -> Tensor:
         """As in `Pipeline`."""
-        assert self._signal is not None, "no forward has run"
-        found, self._signal = self._signal, None  # once: it holds the graph of its forward
+        assert self.sent is not None, "no forward has run"
+        found, self.sent = self.sent, None  # once: it holds the graph of its forward
         return found
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """As in `Pipeline`."""
+        before, self._is_alone = self._is_alone, True
+        try:
+            yield
+        finally:
+            self._is_alone = before
+
+    def whole(self, x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
+        """As in `Pipeline`."""
+        pp, own = self.mesh.pp, x.detach().to(dtype)
+        found = broadcast_of(own, own, pp, source=pp.size - 1, device=x.device)
+        if pp.rank == pp.size - 1:
+            return x
+        return found.to(x.dtype) + x  # x is 0, and has the backward of what was sent
 
     def passed(self, layer: int, x: Tensor, second: Any = None) -> Tensor:
         """What `layer`, of another stage, makes of the residual stream. second: its other input, if it has one."""
@@ -113,7 +132,7 @@ class HeldStages(Pipeline):
         if layer == (plan.num_layers - 1 if has_second else stop):
             sent = torch.cat(self._sending, -1) if has_second else self._sending[0]
             self._sending = []
-            self._signal = hand_on(sent, channels.to_next, channels.from_next)
+            self.sent = hand_on(sent, channels.to_next, channels.from_next)
         return x
 
     def _second_of(self, layer: int, made: Tensor) -> Tensor:
@@ -149,11 +168,25 @@ class HeldStages(Pipeline):
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Note the shape `[B, S]` of the tokens of a forward that begins; keep what its stage needs of `kwargs`."""
+        for name in ("inputs_embeds", "return_dict"):  # stages make positions of tokens, and give what has a name
+            if kwargs.get(name, True) is not True and kwargs[name] is not None:
+                check({"topology": self.mesh.topology, "argument": f"{name} of a forward"})
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         self._shape = tuple(tokens.shape)
         if self.stage == 0:
             return args, kwargs
         return args, {name: value for name, value in kwargs.items() if not _is_of_tower(name, value)}
+
+    def end(self, model: Any, _: Any, output: Any) -> None:
+        """Give all stages the logits `[B, S, V]` of the last, after a forward that is not of one stage alone."""
+        logits = output.get("logits") if isinstance(output, Mapping) else None
+        if self._is_alone or self._is_chosen or logits is None:
+            return
+        if not self.is_last:
+            signal = self.signal() if torch.is_grad_enabled() else logits.new_zeros(())
+            vocab = model.get_output_embeddings().out_features
+            logits = signal.to(logits.dtype).expand(*logits.shape[:-1], vocab)
+        output.logits = self.whole(logits, logits.dtype)
 
     def take_turns(self, model: Any) -> None:
         """As in `Pipeline`."""
@@ -181,10 +214,11 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
         return None
     pipeline = HeldStages(mesh, plan)
     model.register_forward_pre_hook(pipeline.begin, with_kwargs=True)
+    model.register_forward_hook(pipeline.end)
     for index, layer in enumerate(model.get_submodule(plan.layers)):
         names = [*inspect.signature(layer.forward).parameters]
         passed = functools.partial(
-            _pass_layer, functools.partial(pipeline.passed, index), names, _returned(type(layer))
+            _pass_layer, functools.partial(pipeline.passed, index), index, names, _returned(type(layer))
         )
         _unless(layer, functools.partial(pipeline.runs, f"{plan.layers}.{index}"), passed)
     tables = [model.get_input_embeddings()]
@@ -228,7 +262,8 @@ def _head(model: Any) -> str:
 
 def _is_of_tower(name: str, value: Any) -> bool:
     """Whether an argument of a model's forward is what a tower sees: numbers that are no mask's."""
-    return isinstance(value, Tensor) and value.is_floating_point() and name != "attention_mask"
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return is_float and name not in ("attention_mask", "num_items_in_batch")
 
 
 def _never() -> bool:
@@ -274,16 +309,35 @@ def _returned(kind: Any) -> int:
     return longest
 
 
-def _pass_layer(passed: Callable[..., Tensor], names: Sequence[str], length: int, *args: Any, **kwargs: Any) -> Any:
+def _pass_layer(
+    passed: Callable[..., Tensor], index: int, names: Sequence[str], length: int, *args: Any, **kwargs: Any
+) -> Any:
     """`passed` of the residual stream, alone or first in a tuple, as the layer's own forward returns it.
 
-    names: of the layer's arguments, in order.
+    index: of the layer. names: of the layer's arguments, in order.
     """
     given = dict(zip(names, args, strict=False)) | kwargs
-    x = passed(args[0] if args else kwargs["hidden_states"], given.get(SECOND_INPUTS[0]))
+    x = args[0] if args else kwargs["hidden_states"]
+    for name in ("past_key_values", "cache_params"):
+        if given.get(name) is not None:
+            note_tokens(given[name], index, x)
+    x = passed(x, given.get(SECOND_INPUTS[0]))
     if length == 0:
         return x
     return (x, *[None] * (length - 1))
+
+
+def note_tokens(cache: Any, layer: int, x: Tensor) -> None:
+    """Let `cache` know that `layer`, of another stage, has had the tokens x `[B, S, H]`: a model makes its masks and
+    positions of the lengths that any of its layers has in it.
+    """
+    held = cache.layers[layer] if layer < len(cache.layers) else None
+    if isinstance(held, LinearAttentionCacheLayerMixin):
+        held.has_previous_state = dict.fromkeys(held.has_previous_state, True)
+    if held is None or isinstance(held, CacheLayerMixin):
+        # One number a token: it is counted, and never read.
+        one = x.new_zeros(*x.shape[:1], 1, x.shape[1], 1)
+        cache.update(one, one, layer)
 
 
 def _unless(module: nn.Module, is_running: Callable[[], bool], other: Callable[..., Any]) -> None:
