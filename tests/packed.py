@@ -128,6 +128,12 @@ def _int4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
     }
 
 
+def _int4_in_order(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+    """Features in the order of their activations (`actorder: group`)."""
+    order = torch.randperm(value.shape[1], generator=torch.Generator().manual_seed(seed))
+    return _int4(key, value, seed) | {f"{key}_g_idx": (order // BLOCK).int()}
+
+
 def _nvfp4(suffix: str, of_matrix: str) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
     def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
         *experts, outputs, inputs = value.shape
@@ -177,17 +183,22 @@ def _with_zeros(bits: int) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
     return pack
 
 
-def _gptq(bits: int) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
+def _gptq(bits: int, group: int = BLOCK, *, desc_act: bool = False) -> Callable[..., dict[str, Tensor]]:
+    """group: the last may be partial; 0: all inputs. desc_act: features in the order of their activations."""
+
     def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
-        (outputs, inputs), owner, number = value.shape, key.removesuffix(".weight"), 32 // bits
+        (outputs, inputs), owner = value.shape, key.removesuffix(".weight")
+        groups = -(-inputs // (group or inputs))
         found = {
-            f"{owner}.qweight": _words(inputs // number, outputs, seed=seed),
-            f"{owner}.qzeros": _words(inputs // BLOCK, outputs // number, seed=seed + 100),
-            f"{owner}.scales": _scales(inputs // BLOCK, outputs, seed=seed) * 4 / 2**bits,
+            f"{owner}.qweight": _words(inputs * bits // 32, outputs, seed=seed),
+            f"{owner}.qzeros": _words(groups, outputs * bits // 32, seed=seed + 100),
+            f"{owner}.scales": _scales(groups, outputs, seed=seed) * 4 / 2**bits,
         }
-        if bits == 4:  # features in the order of their activations
-            order = torch.randperm(inputs, generator=torch.Generator().manual_seed(seed))
-            found[f"{owner}.g_idx"] = (order // BLOCK).int()
+        order = torch.arange(inputs)
+        if desc_act:  # gate and up, of the same inputs, have the same
+            order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
+        if bits == 4:
+            found[f"{owner}.g_idx"] = (order // (group or inputs)).int()
         return found
 
     return pack
@@ -215,6 +226,9 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 _CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "sparsity_config": {"format": "dense"}}
 _MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
 _MOE = {"hidden_size": 64, "moe_intermediate_size": 64}
+_MOE_ODD = {"hidden_size": 64, "moe_intermediate_size": 96}  # two ranks cut a group of 32
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": False}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm"}
 _EXPERTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
@@ -258,6 +272,9 @@ PUBLISHED = {
     "compressed-tensors int8 in words": Published(
         "llama", _ct("pack-quantized", num_bits=8, group_size=BLOCK), _with_zeros(8)
     ),
+    "compressed-tensors int4 in order": Published(
+        "llama", _ct("pack-quantized", num_bits=4, group_size=BLOCK, actorder="group"), _int4_in_order
+    ),
     "compressed-tensors int8": Published("llama", _ct("int-quantized", num_bits=8), _int8()),
     "compressed-tensors int8 with zeros": Published(
         "llama", _ct("int-quantized", num_bits=8, group_size=BLOCK), _int8(group=BLOCK, zeros=True)
@@ -277,11 +294,18 @@ PUBLISHED = {
         "granitemoe", _MODELOPT, _nvfp4("", "scale_2"), of=("input_linear.weight", "output_linear.weight")
     ),
     "llm.int8": Published("llama", {"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8(of_rows=True)),
-    "gptq": Published("qwen2", {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": True}, _gptq(4)),
-    "gptq of 8 bits": Published(
-        "llama", {"quant_method": "gptq", "bits": 8, "group_size": BLOCK, "checkpoint_format": "gptq_v2"}, _gptq(8)
+    "gptq": Published("qwen2", _GPTQ | {"desc_act": True}, _gptq(4, desc_act=True)),
+    "gptq of 8 bits": Published("llama", _GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2"}, _gptq(8)),
+    "gptq of 3 bits": Published("llama", _GPTQ | {"bits": 3}, _gptq(3)),
+    "gptq of 2 bits": Published("llama", _GPTQ | {"bits": 2}, _gptq(2)),
+    "gptq of rows": Published("llama", _GPTQ | {"group_size": -1}, _gptq(4, 0)),
+    "gptq of a partial group": Published("llama", _GPTQ | {"group_size": 40}, _gptq(4, 40)),
+    "gptq experts": Published("qwen3_moe", _GPTQ, _gptq(4), _MOE_ODD, _EXPERTS),
+    "gptq experts in order": Published(
+        "qwen3_moe", _GPTQ | {"desc_act": True}, _gptq(4, desc_act=True), _MOE_ODD, _EXPERTS
     ),
-    "awq": Published("qwen2", {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "version": "gemm"}, _awq),
+    "awq experts": Published("qwen3_moe", _AWQ, _awq, _MOE, _EXPERTS),
+    "awq": Published("qwen2", _AWQ, _awq),
     # 256 scales share one: wide enough for two of these.
     "nf4": Published(
         "llama",
@@ -292,5 +316,4 @@ PUBLISHED = {
     "fp4": Published("llama", _BNB | {"bnb_4bit_quant_type": "fp4"}, _bitsandbytes(nested=False)),
 }
 # What stays packed in memory.
-_READ = ("gptq", "awq", "compressed-tensors int4", "compressed-tensors int8 ")
-KEPT = tuple(case for case in PUBLISHED if not case.startswith(_READ))
+KEPT = tuple(case for case in PUBLISHED if case != "compressed-tensors int8 with zeros")

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -139,28 +140,30 @@ def _integers(codes: Tensor, of: Mapping[str, Tensor], quantization: Mapping[str
     def numbers(words: Tensor) -> Tensor:
         return words.contiguous().view(torch.uint8) if is_wide else _nibbles(words)
 
-    zeros = torch.full((1, 1), 128 if is_wide else 8)
+    zeros = torch.full(scales.shape, 128 if is_wide else 8)
     if "weight_zero_point" in of:
         zeros = numbers(of["weight_zero_point"].T).T[: len(scales)]
-    values, columns = numbers(codes).float(), scales.shape[1]
-    values = values.unflatten(1, (columns, -1)) - zeros.float().unsqueeze(-1)
-    return (values * scales.unsqueeze(-1)).flatten(1)
+    values = numbers(codes).float()
+    index = of.get("weight_g_idx", torch.arange(values.shape[1]) // (values.shape[1] // scales.shape[1])).long()
+    return (values - zeros.float()[:, index]) * scales[:, index]
 
 
 def _gptq(of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
-    codes, zeros = of["qweight"].T.contiguous(), of["qzeros"].contiguous()
-    if quantization["bits"] == 8:
-        codes, zeros = codes.view(torch.uint8), zeros.view(torch.uint8)
-    else:
-        codes, zeros = _nibbles(codes), _nibbles(zeros)
+    bits, size = quantization["bits"], quantization["group_size"]
+    codes, zeros = _bit_by_bit(of["qweight"].T, bits), _bit_by_bit(of["qzeros"], bits)
     # GPTQ's first format stores each zero minus 1, in a number of so many bits.
-    zeros = zeros.int() + int(quantization.get("checkpoint_format", "gptq") == "gptq")
-    zeros = zeros % 2 ** quantization["bits"]
-    size = codes.shape[1] // len(zeros)
-    index = torch.arange(codes.shape[1]) // size
+    zeros = (zeros + int(quantization.get("checkpoint_format", "gptq") == "gptq")) % 2**bits
+    index = torch.arange(codes.shape[1]) // (size if size > 0 else codes.shape[1])
     if "g_idx" in of:
         index = of["g_idx"].long()
     return (codes.float() - zeros[index].T) * of["scales"].float()[index].T
+
+
+def _bit_by_bit(words: Tensor, bits: int) -> Tensor:
+    """The numbers of `bits` bits that follow one another in the words of each row, without gaps, lowest bit first."""
+    every = np.unpackbits(words.contiguous().view(torch.uint8).numpy(), axis=1, bitorder="little")
+    of_each = torch.from_numpy(every).int().unflatten(1, (-1, bits))
+    return (of_each << torch.arange(bits)).sum(-1)
 
 
 def _awq(of: Mapping[str, Tensor], _: Mapping[str, Any]) -> Tensor:

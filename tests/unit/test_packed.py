@@ -6,7 +6,7 @@ import functools
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,16 +21,18 @@ from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
 from meshlora.wings.quantized.fp4 import Fp4
+from meshlora.wings.quantized.grouped_ints import GroupedInts
 from meshlora.wings.quantized.keep_packed import keep, packings
 from meshlora.wings.quantized.kinds import FACTOR_BYTES
-from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4
+from meshlora.wings.quantized.packed import Blocks4, Blocks8, Mxfp4, find_packed
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
-from meshlora_judge.packed import load_base
+from meshlora_judge.packed import load_base, plain_numbers
 from tests.for_each import for_each
 from tests.packed import KEPT, PUBLISHED, write_packed
 
+DATA = Path(__file__).resolve().parents[1] / "data"
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
@@ -86,7 +88,8 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
         stored = [part for t in source.stored[name].tensors if t.packed for part in t.packed[1].values()]
         num_bytes = sum(math.prod(part.shape) * _NUM_BYTES[part.dtype] for part in stored)
         of_rows = FACTOR_BYTES.get(kept.form.kind, 0) * math.prod(kept.codes.shape[:-1])
-        assert kept.codes.nbytes + kept.scales.nbytes - of_rows <= 1.1 * num_bytes
+        in_bytes = {"gptq of 3 bits": 4 / 3, "gptq of 2 bits": 2}.get(case, 1)  # fewer bits take 4
+        assert kept.codes.nbytes + kept.scales.nbytes - of_rows <= 1.1 * num_bytes * in_bytes
         for dim in (whole.ndim - 2, whole.ndim - 1):
             parts, size = [Part(dim, 2, 16), Part(dim, whole.shape[dim] - 12, whole.shape[dim])], whole.shape[dim]
             index = torch.tensor([*range(2, 16), *range(size - 12, size)])
@@ -95,9 +98,50 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
             assert part.shape == part.whole().shape
 
 
+_GROUPS = {"group_size": 16, "num_bits": 4}
+_OF_LIBRARIES = {
+    "gptq.2": {"quant_method": "gptq", "bits": 2},
+    "gptq.3": {"quant_method": "gptq", "bits": 3},
+    "gptq.4": {"quant_method": "gptq", "bits": 4},
+    "gptq_v2.4": {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"},
+    "gptq.8": {"quant_method": "gptq", "bits": 8},
+    "awq.4": {"quant_method": "awq", "bits": 4},
+    "compressed-tensors.4": {"config_groups": {"a": {"weights": _GROUPS}}},
+    "compressed-tensors with zeros.4": {"config_groups": {"a": {"weights": _GROUPS}}},
+    "compressed-tensors with zeros.8": {"config_groups": {"a": {"weights": _GROUPS | {"num_bits": 8}}}},
+}
+
+
+class _Known(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@pytest.mark.parametrize("case", _OF_LIBRARIES)
+def test_integers_that_libraries_packed_have_their_numbers(case: str) -> None:
+    """Packed and unpacked once by gptqmodel, autoawq and compressed-tensors (versions: metadata of the file)."""
+    quantization = {"quant_method": "compressed-tensors", "group_size": 16} | _OF_LIBRARIES[case]
+    every = load_file(DATA / "packed" / "ints_of_libraries.safetensors")
+    tensors = {f"m.{key.removeprefix(f'{case}.')}": t for key, t in every.items() if key.startswith(f"{case}.")}
+    expected = tensors.pop("m.dense")
+    known = {key: _Known(tuple(t.shape), "F16" if t.dtype == torch.float16 else "I32") for key, t in tensors.items()}
+    ((name, form, parts, _),) = find_packed(known, quantization, tensors.__getitem__)
+    assert name == "m.weight"
+    assert isinstance(form, GroupedInts)
+
+    def read(part: str, bounds: Bounds) -> Tensor:
+        return _slice(tensors[parts[part]], bounds)
+
+    whole = [(0, 32), (0, 64)]
+    assert torch.equal(form.read(whole, read).half(), expected)
+    assert torch.equal(form.keep(whole, read).whole().half(), expected)
+    assert torch.equal(plain_numbers(tensors, quantization)["m.weight"].half(), expected)
+
+
 def test_what_cannot_stay_packed_is_refused(folders: Any) -> None:
-    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, int8, FP4"):
-        make_blueprint(folders("gptq"), Topology(), BaseOptions(dtype="float64", quantization="keep"))
+    folder = folders("compressed-tensors int8 with zeros")
+    with pytest.raises(UnsupportedError, match="what compressed-tensors stores so does not stay packed"):
+        make_blueprint(folder, Topology(), BaseOptions(dtype="float64", quantization="keep"))
 
 
 def test_float8_without_scales_is_refused(tmp_path: Path) -> None:
@@ -255,7 +299,7 @@ def _damage(folder: Path, change: str) -> None:
         ("fp8 with mxfp4 experts", "half of experts.1.up_proj.scale", r"up_proj\.weight: its stored parts are not all"),
         ("fp8 with mxfp4 experts", "without experts.1.up_proj.scale", r"up_proj\.weight: its stored parts are not all"),
         ("fp8", '{"weight_block_size": [0, 128]}', r"weight_block_size \[0, 128\]: it must be \[rows, columns\]"),
-        ("gptq", '{"bits": 3}', "gptq with bits 3: it is not read yet"),
+        ("gptq", '{"bits": 5}', "gptq with bits 5: it is not read yet"),
         ("gptq", '{"checkpoint_format": "marlin"}', "gptq with checkpoint_format 'marlin': it is not read yet"),
         ("nf4", '{"bnb_4bit_quant_storage": "bfloat16"}', "with bnb_4bit_quant_storage 'bfloat16': it is not read yet"),
         ("compressed-tensors fp8", '{"transform_config": {"v1": {}}}', "with transform_config .*: it is not read yet"),
@@ -267,7 +311,7 @@ def _damage(folder: Path, change: str) -> None:
         ("compressed-tensors fp8", '{"format": null}', "with format None: it is not read yet"),
         ("fp8", '{"quant_method": "mxfp4"}', "mxfp4 of model_type 'llama': only that of gpt_oss is read"),
         ("compressed-tensors int4 experts", "also down_proj.weight_zero_point", "its stored parts are not all there"),
-        ("compressed-tensors int4 experts", "also down_proj.weight_g_idx", "in the order of activations are not read"),
+        ("compressed-tensors int4 in order", "half of down_proj.weight_g_idx", r"down_proj\.weight: its stored parts"),
         ("nf4", "half of down_proj.weight", r"down_proj\.weight: its stored parts are not all there, or do not fit"),
         ("nf4", "half of down_proj.weight.nested_absmax", r"down_proj\.weight: its stored parts are not all there"),
         ("awq", '{"version": "gemv"}', "awq with version 'gemv': it is not read yet"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from meshlora.wings.quantized import quantized
-from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, OF_LIBRARY, STORED, Touched
-from meshlora.wings.quantized.quantized import Form, Packed, with_factors
+from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, OF_LIBRARY, STORED, WITH_ZEROS, Touched
+from meshlora.wings.quantized.quantized import Form, Packed, joined, stacked, with_factors
 from meshlora_extra.planner.fake import is_view
 from meshlora_ground.compat.torch_operators import TorchDispatchMode
+from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
 from tests.for_each import for_each
 
@@ -34,6 +36,9 @@ def _random(kind: str, rows: tuple[int, ...], columns: tuple[int, ...], dtype: t
     if kind in ("fp8", "fp8_e5m2", *STORED.values()):
         codes &= 0xBF  # all are numbers
     scales = torch.randn(len(rows), len(columns), generator=generator)
+    if kind in WITH_ZEROS:
+        zeros = torch.randint(2 ** BITS[kind], scales.shape, generator=generator)
+        scales = torch.stack([scales, zeros], -1).flatten(1)
     if kind == "mxfp4":
         scales = (127 + 3 * scales).to(torch.uint8)
     if kind == "nvfp4":
@@ -45,21 +50,25 @@ def _expected(packed: Packed) -> Tensor:
     """Each number times its scale, element by element."""
     kind, codes, scales = packed.form.kind, packed.codes, packed.scales
     if BITS[kind] == 4:
-        halves = [codes & 15, codes >> 4] if kind in ("mxfp4", "nvfp4") else [codes >> 4, codes & 15]
+        halves = [codes >> 4, codes & 15] if kind in ("nf4", "fp4") else [codes & 15, codes >> 4]
         numbers = quantized.values_of(kind)[torch.stack(halves, -1).flatten(1).long()]
     elif kind == "int8":
         numbers = torch.tensor(quantized.levels_of_int8())[codes.long()]
     else:
-        dtypes = {"fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
+        dtypes = {"fp8_e5m2": torch.float8_e5m2, "integers": torch.int8, "ints8": torch.uint8}
         numbers = codes.view(dtypes.get(kind, torch.float8_e4m3fn)).float()
     if kind == "mxfp4":
         scales = torch.exp2(scales.float() - 127)
     if kind == "nvfp4":
         factors = torch.tensor(scales[:, -4:].tolist(), dtype=torch.uint8).view(torch.float32)
         scales = scales[:, :-4].view(torch.float8_e4m3fn).float() * factors
+    zeros = torch.zeros(len(scales), len(packed.form.columns))
+    if kind in WITH_ZEROS:
+        scales, zeros = scales[:, ::2], scales[:, 1::2]
     for dim, counts in enumerate((packed.form.rows, packed.form.columns)):
         scales = scales.repeat_interleave(torch.tensor(counts), dim)
-    return (numbers * scales).to(packed.form.dtype)
+        zeros = zeros.repeat_interleave(torch.tensor(counts), dim)
+    return ((numbers - zeros) * scales).to(packed.form.dtype)
 
 
 @for_each("on_gpu", [False, True], ids=["cpu", "as a gpu"])
@@ -77,6 +86,29 @@ def test_rows_unpacked_in_parts_take_the_scales_of_their_own_blocks(
             for elements in (5 * 288, 130 * 288, 2**28):
                 monkeypatch.setattr(quantized, "elements_at_once", lambda *_, found=elements, **__: found)
                 assert torch.equal(packed.whole(), expected), (name, dtype, elements)
+
+
+@for_each("kind", ["signed4", "ints4", "ints8"])
+@for_each("dtype", [torch.bfloat16, torch.float64])
+def test_columns_in_any_order_have_the_scale_of_their_own_block(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_order = _random(kind, (1,) * 40, (64,) * 4, dtype)
+    order = torch.arange(256) // 64
+    form = dataclasses.replace(in_order.form, columns=(1,) * 4, order=order.flip(0))
+    packed = form.matrix(in_order.codes, in_order.scales)
+    numbers = in_order.scales.unflatten(1, (4, -1))
+    turned = numbers.flip(1).flatten(1)  # the scales of the blocks in reverse: as columns are, of equal blocks
+    expected = in_order.form.matrix(in_order.codes, turned).whole()
+    for elements in (5 * 256, 2**28):
+        monkeypatch.setattr(quantized, "elements_at_once", lambda *_, found=elements, **__: found)
+        assert torch.equal(packed.whole(), expected)
+    stack = stacked([packed, dataclasses.replace(form, order=order).matrix(packed.codes, packed.scales)])
+    assert torch.equal(stack.whole(), torch.stack([expected, in_order.whole()]))
+    assert torch.equal(joined([packed, packed], -1).whole(), torch.cat([expected, expected], 1))
+    assert torch.equal(joined([packed, packed], -2).whole(), torch.cat([expected, expected]))
+    with pytest.raises(UnsupportedError, match="as gate and up of an expert, need their inputs in the same order"):
+        joined([packed, stack.one(1)], -2)
 
 
 class _Launches(TorchDispatchMode):
@@ -105,6 +137,8 @@ class _Launches(TorchDispatchMode):
         ("mxfp4", (1, 32), 4),
         ("nvfp4", (1, 16), 6),  # three of them of scales: a factor, a float32, their product
         ("nf4", (1, 56), 4),  # in blocks that the kernel does not take
+        ("ints4", (1, 128), 4),  # a zero is taken off first
+        ("ints8", (1, 128), 3),
     ],
 )
 @for_each("dtype", [torch.bfloat16, torch.float16])
@@ -115,9 +149,10 @@ def test_a_gpu_unpacks_a_matrix_in_few_launches(
     shape = (4096, 14336)
     rows, columns = (Touched.by(0, size, each).counts for size, each in zip(shape, block, strict=True))
     of_scales = torch.uint8 if kind in ("mxfp4", "nvfp4") else torch.float32
+    across = len(columns) * (1 + (kind in WITH_ZEROS)) + FACTOR_BYTES.get(kind, 0)
     packed = Packed(
         torch.empty(4096, 14336 * BITS[kind] // 8, dtype=torch.uint8, device="meta"),
-        torch.empty(len(rows), len(columns) + FACTOR_BYTES.get(kind, 0), dtype=of_scales, device="meta"),
+        torch.empty(len(rows), across, dtype=of_scales, device="meta"),
         Form(kind, dtype, rows, columns),
     )
     with _Launches() as launches:

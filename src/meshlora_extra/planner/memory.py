@@ -23,7 +23,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits, is_frozen
 from meshlora.wings.quantized.float8_matrix import matrix_like
-from meshlora.wings.quantized.kinds import BITS, COMPUTE, FACTOR_BYTES, local_blocks
+from meshlora.wings.quantized.kinds import BITS, COMPUTE, FACTOR_BYTES, WITH_ZEROS, local_blocks
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_extra.planner.pipeline import Stage, Turn
@@ -167,6 +167,8 @@ def packed_like(name: str, dtype: torch.dtype, plan: ModelPlan, *, device: str =
     codes = torch.empty(*experts, sum(rows), sum(columns) * BITS[packing.kind] // 8, dtype=torch.uint8, device=device)
     of_scales = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[packing.scale_bytes]
     across = len(columns) + FACTOR_BYTES.get(packing.kind, 0)
+    if packing.kind in WITH_ZEROS:
+        across *= 2
     scales = torch.empty(*experts, len(rows), across, dtype=of_scales, device=device)
     return Packed(codes, scales, Form(packing.kind, dtype, rows, columns, is_transposed))
 

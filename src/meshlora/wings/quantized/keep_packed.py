@@ -50,7 +50,7 @@ def kept_packed(
     weights = CheckpointSource(source, model, stored)
     kept, packed = packings(weights), weights.packed()
     if packed is not None and not kept:
-        rule = f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, FP4 and bitsandbytes' do"
+        rule = f"what {stored['quant_method']} stores so does not stay packed"
         raise UnsupportedError(f"{given}: {packed}", rule, "leave out model.quantization")
     return kept
 

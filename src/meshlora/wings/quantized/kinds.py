@@ -29,7 +29,10 @@ KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
 COMPUTE = {"fp8": "float8", "fp8_backward": "float8_backward"}
 STORED = {"fp8": "stored_float8", "fp8_backward": "stored_float8_backward"}
 # Kinds that checkpoints are stored in, besides.
-BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8} | dict.fromkeys(STORED.values(), 8)
+_OF_FILES = {"fp4": 4, "fp8_e5m2": 8, "integers": 8, "signed4": 4, "ints4": 4, "ints8": 8}
+BITS = KINDS | _OF_FILES | dict.fromkeys(STORED.values(), 8)
+# Those whose blocks have a zero beside the scale.
+WITH_ZEROS = ("ints4", "ints8")
 FLOAT8_BLOCK = 128  # of either dim of a matrix
 TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's
 MX_BLOCK, NV_BLOCK = 32, 16  # input features of MXFP4, and of NVFP4, that share a scale
@@ -43,8 +46,11 @@ PACKINGS = {
     "nvfp4": Packing("nvfp4", (1, NV_BLOCK), 1),
     "fp8": Packing("fp8", (128, 128), 4),
 }
-# Of the widths of a rank in a twin: of fp8 it has several blocks, and cuts cross them.
-TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 96}
+# Formats of which a twin has files of its own, and is kept as they are.
+STORED_TWINS = ("gptq", "awq")
+# Of the widths of a rank in a twin: of fp8 it has several blocks, and cuts cross them; they cross words of 8, and
+# groups of 8, of integers.
+TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 96, "gptq": 12, "awq": 12}
 _TWIN_BLOCK_OF_COMPUTE = 192  # the same, and half of it, the width of keys and values, is whole blocks of a token
 # Kinds whose arithmetic is bitsandbytes'.
 OF_LIBRARY = ("nf4", "fp4", "int8")
@@ -136,10 +142,12 @@ def _check_cuts(plan: ModelPlan, rule: LinearRule, compute: str) -> None:
                 )
 
 
-def twin_block(quantization: str | None, compute: str | None) -> int:
-    """What divides the widths of a rank in a twin."""
+def twin_block(quantization: str | None, compute: str | None, tp: int) -> int:
+    """What divides the widths of a rank in a twin for `tp` ranks."""
     if compute is not None:
         return _TWIN_BLOCK_OF_COMPUTE
+    if quantization in STORED_TWINS and tp % 2:  # the whole is cut into words of 8
+        return 2 * TWIN_BLOCKS[str(quantization)]
     return TWIN_BLOCKS.get(quantization or "", 1)
 
 
@@ -184,7 +192,8 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
         return "fp8"
     # Of a checkpoint in several kinds, the one that most matrices have.
     (kind, _), *_ = Counter(packing.kind for packing in plan.quantized.values()).most_common()
-    return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)
+    of_others = {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"} | dict.fromkeys((*WITH_ZEROS, "signed4"), "gptq")
+    return of_others.get(kind, kind)
 
 
 def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]], ...]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.fp4 import place_of_mxfp4, place_of_nvfp4
+from meshlora.wings.quantized.grouped_ints import GroupedInts
 from meshlora.wings.quantized.kinds import Tensors, Touched
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -74,7 +75,7 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
         # Of several kinds each matrix says its own.
         "modelopt": {"quant_algo": (None, "NVFP4", "FP8", "MIXED_PRECISION")},
         "gptq": {
-            "bits": (None, 4, 8),
+            "bits": (None, 2, 3, 4, 8),
             "checkpoint_format": ("gptq", "gptq_v2"),
             "is_marlin_format": (False,),
             "pack_dtype": ("int32",),
@@ -189,18 +190,20 @@ def _integers(
 ) -> Place:
     """The place of a matrix of integers in words."""
     names, bits = {"codes": leaf, "scales": "scales", "zeros": "qzeros"}, quantization.get("bits", 4)
+    prefix, group = "", quantization.get("group_size")
     if leaf == "weight_packed":  # of compressed-tensors
-        names, bits = {"codes": leaf, "scales": "weight_scale"}, weights.get("num_bits", 4)
+        names, bits, prefix = {"codes": leaf, "scales": "weight_scale"}, weights.get("num_bits", 4), "weight_"
+        group = weights.get("group_size")
         if f"{owner}.weight_zero_point" in tensors:
             names["zeros"] = "weight_zero_point"
-        if f"{owner}.weight_g_idx" in tensors:
-            rule = "integers of compressed-tensors in the order of activations are not read yet"
-            raise UnsupportedError(f"{owner}.weight_g_idx", rule, _WAY_OUT)
-    if f"{owner}.g_idx" in tensors:
-        names["groups"] = "g_idx"
+    if f"{owner}.{prefix}g_idx" in tensors:
+        names["groups"] = f"{prefix}g_idx"
     parts = {part: f"{owner}.{name}" for part, name in names.items()}
     shapes = {part: _shape(tensors, key) for part, key in parts.items()}
-    return f"{owner}.weight", GroupedInts.of(shapes, quantization, bits), parts, [f"{owner}.weight_shape"]
+    form = GroupedInts.of(shapes, quantization, bits, group)
+    if form is not None:
+        form = dataclasses.replace(form, scale_bytes=_NUM_BYTES.get(tensors[parts["scales"]].dtype, 4))
+    return f"{owner}.weight", form, parts, [f"{owner}.weight_shape"]
 
 
 def _shape(tensors: Mapping[str, Tensors], key: str) -> tuple[int, ...]:
@@ -357,111 +360,6 @@ class Mxfp4:
             values = torch.ldexp(values, exponents[..., None]).flatten(-2)
             whole[place] = values[:, start - offset : stop - offset].T
         return whole
-
-
-# AWQ: the place in a word of each of eight neighbouring columns.
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-@dataclass(frozen=True)
-class GroupedInts:
-    """Integers in 32-bit words: minus the zero, times the scale, of their output and group of input features.
-
-    Attributes:
-        method: gptq: words along the inputs, `[inputs / n, outputs]`; awq: along the outputs, in an order of its own,
-            `[inputs, outputs / n]`; else compressed-tensors: `[outputs, inputs / n]`, with a zero of half the range, or
-            zeros along the outputs, `[outputs / n, groups]`.
-        group: input features that share a scale. zero_offset: added to stored zeros.
-    """
-
-    shape: tuple[int, ...]
-    method: str
-    bits: int
-    group: int
-    zero_offset: int = 0
-    has_groups: bool = False
-    has_zeros: bool = True
-    packing: None = None
-
-    @staticmethod
-    def of(shapes: Mapping[str, tuple[int, ...]], quantization: Mapping[str, Any], bits: int) -> GroupedInts | None:
-        """The format of tensors of these shapes, by part; None if they do not fit."""
-        method, codes = quantization.get("quant_method"), shapes["codes"]
-        number = 32 // bits
-        if len(codes) != 2 or len(shapes["scales"]) != 2:
-            return None
-        if method == "compressed-tensors":
-            outputs, inputs, (rows, groups) = codes[0], codes[1] * number, shapes["scales"]
-            words_of_zeros = (-(-rows // number), groups)
-            if shapes.get("zeros", words_of_zeros) != words_of_zeros:
-                return None
-        else:
-            groups, rows = shapes["scales"]
-            inputs, outputs = codes
-            if method == "gptq":
-                inputs *= number
-            else:
-                outputs *= number
-            if shapes["zeros"] != (groups, outputs // number) or shapes.get("groups", (inputs,)) != (inputs,):
-                return None
-        if rows != outputs or not groups or inputs % groups:
-            return None
-        # The first format of gptq stores zeros less 1; gptq_v2 as they are.
-        offset = int(method == "gptq" and quantization.get("checkpoint_format", "gptq") == "gptq")
-        form = GroupedInts((outputs, inputs), str(method), bits, inputs // groups, offset)
-        return dataclasses.replace(form, has_groups="groups" in shapes, has_zeros="zeros" in shapes)
-
-    def read(self, bounds: Bounds, read: Reader) -> Tensor:
-        """The slice `bounds` of the weight, in float32."""
-        outputs, inputs = bounds
-        group = torch.arange(*inputs) // self.group
-        if self.has_groups:  # features in the order of their activations: a group is not a range
-            group = read("groups", [inputs]).long()
-        groups = (0, 0)
-        if len(group):
-            groups = (int(group.min()), int(group.max()) + 1)
-        codes, zeros, scales = self._parts(outputs, inputs, groups, read)
-        group = group - groups[0]
-        return (codes - zeros.index_select(1, group)).float() * scales.index_select(1, group)
-
-    def keep(self, bounds: Bounds, read: Reader) -> Packed:
-        """Not yet."""
-        raise AssertionError(self)
-
-    def _parts(
-        self, outputs: tuple[int, int], inputs: tuple[int, int], groups: tuple[int, int], read: Reader
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(codes `[outputs, inputs]`, zeros and scales `[outputs, groups]`)."""
-        if self.method == "compressed-tensors":
-            scales = read("scales", [outputs, groups]).float()
-            zeros = torch.full_like(scales, 2 ** (self.bits - 1)).int()
-            if self.has_zeros:
-                zeros = self._numbers("zeros", [outputs, groups], 0, read)
-            return self._numbers("codes", [outputs, inputs], 1, read), zeros, scales
-        scales = read("scales", [groups, outputs]).float().T
-        zeros = self._numbers("zeros", [groups, outputs], 1, read).T
-        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)  # 0 less 1 is stored as the largest: it wraps
-        codes = self._numbers("codes", [inputs, outputs], int(self.method == "awq"), read).T
-        return codes, zeros, scales
-
-    def _numbers(self, part: str, bounds: Bounds, dim: int, read: Reader) -> Tensor:
-        """The integers of the slice `bounds`, which are in words along `dim`."""
-        number = 32 // self.bits
-        start, stop = bounds[dim]
-        words = (start // number, -(-stop // number))
-        of_words = list(bounds)
-        of_words[dim] = words
-        found = read(part, of_words)
-        order: Sequence[int] = range(number)
-        if self.method == "awq":
-            order = _AWQ_ORDER
-        shape = [1, 1, 1]  # a dim for the numbers of a word, after that of the words
-        shape[dim + 1] = number
-        shifts = (torch.tensor(order, dtype=torch.int32) * self.bits).reshape(shape)
-        # The sign of a word is shifted in from above, and masked out.
-        numbers = (found.unsqueeze(dim + 1) >> shifts) & (2**self.bits - 1)
-        offset = words[0] * number
-        return numbers.flatten(dim, dim + 1).narrow(dim, start - offset, stop - start)
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, NV_BLOCK, OF_LIBRARY, STORED, Touched
-from meshlora_ground.errors import reason
+from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, NV_BLOCK, OF_LIBRARY, STORED, WITH_ZEROS, Touched
+from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
 _BLOCK = 64  # of bitsandbytes, consecutive input features
@@ -39,10 +39,12 @@ _OF_8_BITS = {
     **dict.fromkeys(STORED.values(), torch.float8_e4m3fn),
     "fp8_e5m2": torch.float8_e5m2,
     "integers": torch.int8,
+    "ints8": torch.uint8,
 }
-# Kinds whose numbers, without scales, need no more than 16 bits.
 _OF_E2M1 = ("mxfp4", "nvfp4")
-_SHORT = (*_OF_8_BITS, *_OF_E2M1)
+_LOW_HALF_FIRST = (*_OF_E2M1, "ints4", "signed4")
+# Kinds whose numbers, without scales, need no more than 16 bits.
+_SHORT = (*_OF_8_BITS, *_LOW_HALF_FIRST)
 # Blocks that bitsandbytes' kernels take.
 _BLOCKS_OF_LIBRARY = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Elements unpacked at once. On a CPU they stay in its cache, and hardly count beside the matrix. On a GPU they are a
@@ -66,6 +68,7 @@ class Form:
         rows, columns: along each dim of the codes, how many elements share a scale, block by block.
         is_transposed: whether the matrix is the transpose of the codes.
         divides: whether scales are divided by the factor of their row, if they have one, or multiplied by it.
+        order: the block of each column, `[columns]`, of a stack `[E, columns]`; None: they follow one another.
     """
 
     kind: str
@@ -74,6 +77,7 @@ class Form:
     columns: tuple[int, ...]
     is_transposed: bool = False
     divides: bool = False
+    order: Tensor | None = dataclasses.field(default=None, compare=False)
 
     @property
     def bits(self) -> int:
@@ -146,7 +150,8 @@ class Packed(FewBits):
 
     Attributes:
         codes: uint8 `[..., rows, columns]`, with 4 bits `[..., rows, columns/2]`. scales: `[..., blocks of rows, blocks
-            of columns]`, float32 or bfloat16, or uint8: powers of two (e8m0), or e4m3 and the factor of the row.
+            of columns]`, floats, or uint8: powers of two (e8m0), or e4m3 and the factor of the row. Of `ints4` and
+            `ints8` `[..., rows, 2 * blocks of columns]`: of each block the scale and the zero.
     """
 
     codes: Tensor
@@ -178,7 +183,10 @@ class Packed(FewBits):
 
     def one(self, expert: int) -> Packed:
         """The matrix of one expert of a stack."""
-        return self.form.matrix(self.codes[expert], self.scales[expert])
+        form = self.form
+        if form.order is not None:
+            form = dataclasses.replace(form, order=form.order[expert])
+        return form.matrix(self.codes[expert], self.scales[expert])
 
     @torch.no_grad()
     def whole(self) -> Tensor:
@@ -192,7 +200,10 @@ class Packed(FewBits):
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Packed:
         """On `device`, of numbers in `dtype`."""
-        form = dataclasses.replace(self.form, dtype=dtype)
+        order = self.form.order
+        if order is not None:
+            order = order.to(device)
+        form = dataclasses.replace(self.form, dtype=dtype, order=order)
         return form.matrix(self.codes.to(device), self.scales.to(device))
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Packed:
@@ -216,6 +227,8 @@ def joined(parts: Sequence[Packed], dim: int) -> Packed:
         return first
     if first.form.is_transposed:
         dim = -3 - dim  # the other of the last two: codes and scales are those of the transpose
+    if first.form.order is not None:
+        return _joined_in_order(parts, dim)
     rows, columns = first.form.rows, first.form.columns
     for part in others:
         if dim == -2:
@@ -229,12 +242,33 @@ def joined(parts: Sequence[Packed], dim: int) -> Packed:
     return form.matrix(torch.cat(codes, dim), torch.cat(scales, dim))
 
 
+def _joined_in_order(parts: Sequence[Packed], dim: int) -> Packed:
+    """`joined`, of codes as they lie, where each part has the scales of all blocks, and says the block of each column.
+
+    Raises:
+        UnsupportedError: rows have columns in several orders.
+    """
+    form, orders = parts[0].form, [part.form.order for part in parts if part.form.order is not None]
+    codes, scales = torch.cat([part.codes for part in parts], dim), parts[0].scales
+    if dim == -1:
+        return dataclasses.replace(form, order=torch.cat(orders)).matrix(codes, scales)
+    if not all(torch.equal(order, orders[0]) for order in orders):
+        rule = "matrices that are one in memory, as gate and up of an expert, need their inputs in the same order"
+        raise UnsupportedError("quantization keep of integers in the order of activations", rule, "leave it out")
+    rows = sum((part.form.rows for part in parts), ())
+    return dataclasses.replace(form, rows=rows).matrix(codes, torch.cat([part.scales for part in parts], -2))
+
+
 def stacked(parts: Sequence[Packed]) -> Packed:
     """A stack of packed matrices."""
+    form = parts[0].form
     for part in parts:
-        assert part.form == parts[0].form, (part.form, parts[0].form)
+        assert part.form == form, (part.form, form)
+    if form.order is not None:
+        orders = [part.form.order for part in parts if part.form.order is not None]
+        form = dataclasses.replace(form, order=torch.stack(orders))
     codes, scales = [part.codes for part in parts], [part.scales for part in parts]
-    return Packed(torch.stack(codes), torch.stack(scales), parts[0].form)
+    return Packed(torch.stack(codes), torch.stack(scales), form)
 
 
 def with_factors(scales: Tensor, factors: Tensor) -> Tensor:
@@ -300,9 +334,18 @@ def _by_definition(codes: Tensor, scales: Tensor, rows: Equal, form: Form) -> Te
     else:
         table = _table(form.kind, dtype, scales.device)
         values = table.index_select(0, codes.reshape(-1).int()).view(dtype).view(len(codes), -1)
+    zeros = None
+    if form.kind in WITH_ZEROS:
+        scales, zeros = scales.unflatten(-1, (-1, 2)).unbind(-1)
+    if form.order is not None:  # columns of a block lie anywhere
+        if zeros is not None:
+            values.sub_(zeros.index_select(1, form.order))
+        return values.mul_(scales.index_select(1, form.order))
     for down, across in itertools.product(runs(rows, len(values)), runs(form.equal[1], values.shape[1])):
         own = scales[down.blocks, across.blocks]
         blocks = values[down.elements, across.elements].unflatten(1, (own.shape[1], -1)).unflatten(0, (len(own), -1))
+        if zeros is not None:  # of at most 8 bits, as the numbers are: exact in any dtype
+            blocks.sub_(zeros[down.blocks, across.blocks][:, None, :, None])
         blocks.mul_(own[:, None, :, None])
     return values
 
@@ -363,7 +406,7 @@ def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(levels_of_int8(), device="cpu").to(device)
     values, byte = values_of(kind).to(dtype), torch.arange(256, device="cpu")
     pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
-    if kind not in _OF_E2M1:  # bitsandbytes has the high half first
+    if kind not in _LOW_HALF_FIRST:  # bitsandbytes has the high half first
         pairs.reverse()
     # Both as one integer: a byte of codes takes one look-up.
     of_both = torch.int32
@@ -377,6 +420,9 @@ def values_of(kind: str) -> Tensor:
     if kind in _OF_E2M1:
         positive = torch.tensor(E2M1, device="cpu")
         return torch.cat([positive, -positive])  # the highest bit is the sign
+    if kind in ("ints4", "signed4"):
+        numbers = torch.arange(16.0, device="cpu")
+        return torch.where((numbers > 7) & (kind == "signed4"), numbers - 16, numbers)
     found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
     return found
 
