@@ -33,6 +33,7 @@ from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.request import Proof, prepare_proof
 from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 from meshlora.wings.kernels.liger import liger_version
+from meshlora.wings.quantized.kinds import KEEP, STORED_TWINS
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UnsupportedError
 from meshlora_ground.objective import Objective
@@ -44,6 +45,7 @@ from meshlora_ground.versions import digest, own_sources, versions
 from meshlora_judge.compare import Worst
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.report.page import write_report
+from meshlora_judge.stored_twin import write_stored_twin
 
 
 @dataclass(frozen=True)
@@ -342,14 +344,19 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
     ranks.start()
     with tempfile.TemporaryDirectory(prefix="meshlora-") as temporary:
         folder = Path(temporary)
-        write_twin(stand_in.config, folder / "twin", dtype=torch.float64, seed=0)
+        quantization = stand_in.quantization
+        if quantization in STORED_TWINS:
+            write_stored_twin(stand_in.config, folder / "twin", str(quantization), dtype=torch.float64)
+            quantization = KEEP
+        else:
+            write_twin(stand_in.config, folder / "twin", dtype=torch.float64, seed=0)
         model = dataclasses.replace(
             first.config.model,
             path=str(folder / "twin"),
             dtype="float64",
             attn_implementation=stand_in.attn_implementation,
             disable_dropout="unsupported",
-            quantization=stand_in.quantization,  # type: ignore[arg-type] # one of them
+            quantization=quantization,  # type: ignore[arg-type] # one of them
             compute=stand_in.compute,  # type: ignore[arg-type] # the same
             kernels="none",
         )

@@ -7,6 +7,7 @@ Owns: its rules, the topologies of "auto", the targets of the default adapter. D
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import dataclasses
@@ -15,6 +16,8 @@ import itertools
 import json
 import math
 import re
+import shutil
+import tempfile
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +47,7 @@ from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.found.feature import FIELD, notes_of, plan_text, use_twins
 from meshlora.wings.found.kept import text_of
 from meshlora.wings.kernels.kernels import with_kernels
-from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
+from meshlora.wings.quantized.kinds import KEEP, STORED_TWINS, TWIN_BLOCKS, twin_block
 from meshlora.wings.stages.cut import first_sharing_layer
 from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import READ_FROM
@@ -59,6 +62,7 @@ from meshlora_judge.case import (
     file_fingerprint,
 )
 from meshlora_judge.pieces import pieces_of, rows_of
+from meshlora_judge.stored_twin import write_stored_twin
 from meshlora_judge.twin import shrink_config, twin_config
 
 _AUTO_PROCESSES = 4  # of "auto" without --nproc
@@ -115,7 +119,10 @@ def prepare_proof(request: Request) -> Proof:
     given = _topologies(request)
     use_twins(functools.partial(shrink_config, tp=2))
     largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
-    config, is_twin = _config(request, tp=largest_tp, stages=max((t.num_stages for t in given), default=1))
+    stages = max((t.num_stages for t in given), default=1)
+    if request.quantization in STORED_TWINS:
+        request = _on_stored_twin(request, tp=largest_tp, stages=stages)
+    config, is_twin = _config(request, tp=largest_tp, stages=stages)
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
@@ -166,6 +173,22 @@ def prepare_proof(request: Request) -> Proof:
     if request.ranks_per_gpu > 1:
         notes.append(sharing_note(request.ranks_per_gpu))
     return Proof(request, config, plans, case, case_hash(case, inputs=files), tuple(notes), plan_text(first.model))
+
+
+def _on_stored_twin(request: Request, *, tp: int, stages: int) -> Request:
+    """`request` on a folder with its twin in a published format, of which the base stays as it is stored."""
+    kind = str(request.quantization)
+    config, is_twin = _config(request, tp=tp, stages=stages)
+    if not is_twin:
+        rule = "only twins are rounded to it: a checkpoint that is stored so is kept"
+        raise UserError(f"--quantization {kind} of a checkpoint", rule, "use --quantization keep")
+    temporary = tempfile.mkdtemp(prefix="meshlora-")
+    atexit.register(shutil.rmtree, temporary, ignore_errors=True)
+    folder = Path(temporary) / f"twin of {config.model_type} in {kind}"
+    write_stored_twin(config, folder, kind, dtype=torch.float32)
+    return dataclasses.replace(
+        request, model=str(folder), family=None, twin=False, overrides={}, plan=None, quantization=KEEP
+    )
 
 
 def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[str, Any]) -> dict[str, Any] | None:
@@ -331,7 +354,7 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
-    block = twin_block(request.quantization, request.compute)
+    block = twin_block(request.quantization, request.compute, tp)
     if request.quantization == KEEP and (request.family is not None or request.twin):
         given, way_out = "--quantization keep of a twin", f"use one of {', '.join(TWIN_BLOCKS)}"
         raise UserError(given, "its weights are random, and not stored in few bits", way_out)

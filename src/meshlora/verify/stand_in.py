@@ -55,7 +55,8 @@ class StandIn:
         attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
         self.quantization, self.compute = kind_for_twin(run.plan), run.plan.compute
-        given, block = copy.deepcopy(self._given), twin_block(self.quantization, self.compute)
+        block = twin_block(self.quantization, self.compute, run.topology.tp)
+        given = copy.deepcopy(self._given)
         self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers, least=stages)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # the twin has none by default
