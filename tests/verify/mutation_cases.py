@@ -748,6 +748,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "nvfp4_factor_of_another_expert": ("forward", "model.layers.0.mlp.experts", ""),
         },
     ),
+    "integers of GPTQ, in the order of activations": (
+        {"family": "llama", "topologies": ("tp=2",), "quantization": "gptq"},
+        {
+            "ints_in_the_order_of_another_format": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "ints_zeros_off_by_one": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "ints_zero_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "ints_order_ignored": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "ints_order_of_the_first_inputs": ("forward", f"{FIRST_ATTENTION}.o_proj", "its own weights"),
+        },
+    ),
+    "integers of AWQ": (
+        {"family": "llama", "topologies": ("tp=2",), "quantization": "awq"},
+        {
+            "quantized_halves_swapped": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+        },
+    ),
     "a frozen base in few bits, on whole matrices": (
         {"family": "llama", "topologies": ("dp=2",), "quantization": "int8"},
         {

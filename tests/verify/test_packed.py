@@ -17,6 +17,10 @@ EXPERTS = (
     "compressed-tensors nvfp4 experts",
     "modelopt nvfp4 experts",
     "modelopt nvfp4 stack",
+    "compressed-tensors int4 experts",
+    "gptq experts",
+    "gptq experts in order",
+    "awq experts",
 )
 
 
@@ -29,6 +33,7 @@ EXPERTS = (
         ("mxfp4", "tp=2,sp,ep=2", "keep"),
         pytest.param("gptq", "tp=2", None, marks=pytest.mark.proof),
         ("nf4", "dp=2,dp_shard", "keep"),
+        ("gptq experts in order", "tp=2,sp,ep=2", "keep"),
         *(pytest.param(case, "dp=2,tp=2,sp", None, marks=pytest.mark.proof) for case in PUBLISHED),
         *(pytest.param(case, "dp=2,tp=2,sp", "keep", marks=pytest.mark.proof) for case in KEPT),
         pytest.param("compressed-tensors int4 experts", "tp=2,etp=2", None, marks=pytest.mark.proof),

@@ -18,7 +18,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import is_balanced
 from meshlora.wings.context.mixing import CACHE, OFFSET, PAST, WHOLE
-from meshlora.wings.quantized.kinds import KEEP
+from meshlora.wings.quantized.kinds import BITS, KEEP, WITH_ZEROS
 from meshlora.wings.stages.cut import featured_layers
 from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.distillation import Distill
@@ -148,6 +148,17 @@ class _Run:
     def has_vision(self) -> bool:
         """Whether the adapter is on the tower of images."""
         return bool(self.images) and any(not self.plan.is_text(name) for name in self.lora.target_modules or ())
+
+    @property
+    def packed_kinds(self) -> set[str]:
+        """The kinds in which matrices of the base are held in few bits."""
+        return {packing.kind for packing in self.plan.quantized.values()}
+
+    @property
+    def packs_in_order(self) -> bool:
+        """Whether inputs of integers that stay packed have the groups that a tensor says."""
+        stored = getattr(self.config, "quantization_config", None) or {}
+        return not self.packed_kinds.isdisjoint(WITH_ZEROS) and bool(stored.get("desc_act"))
 
     @property
     def trains_first_tokens(self) -> bool:
@@ -346,7 +357,9 @@ class Feature(enum.StrEnum):
     FLOAT8_FORWARD = "float8_forward", _run(lambda r: r.case.compute == "fp8")
     FLOAT8_BACKWARD = "float8_backward", _run(lambda r: r.case.compute == "fp8_backward")
     STORED_FLOAT8 = "stored_float8", _run(lambda r: r.case.compute is not None and r.case.quantization is not None)
-    FOUR_BITS = "four_bits", _run(lambda r: r.case.quantization in ("nf4", "mxfp4", "nvfp4"))
+    FOUR_BITS = "four_bits", _run(lambda r: any(BITS.get(kind) == 4 for kind in r.packed_kinds))
+    INTS = "ints", _run(lambda r: not r.packed_kinds.isdisjoint(WITH_ZEROS))  # GPTQ's, AWQ's
+    INTS_IN_ORDER = "ints_in_order", _run(lambda r: r.packs_in_order)  # of activations: groups are no ranges
     NVFP4 = "nvfp4", _run(lambda r: r.case.quantization == "nvfp4")  # scales of blocks, and one of the matrix
     KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
 

@@ -20,7 +20,7 @@ from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
 from meshlora.wings.quantized import keep_packed, quantized
-from meshlora.wings.quantized.kinds import FACTOR_BYTES
+from meshlora.wings.quantized.kinds import FACTOR_BYTES, WITH_ZEROS
 from meshlora.wings.quantized.quantized import Equal, Form, Packed, Run
 from meshlora_ground.compat.torch_tensors import running_backward
 
@@ -183,7 +183,8 @@ def quantized_scale_of_neighbour(packed: Packed, *_: Any, **__: Any) -> Packed:
     """each block has its own scale"""
     of_rows = FACTOR_BYTES.get(packed.form.kind, 0)  # factors, which stay where they are
     scales, factors = packed.scales.tensor_split((packed.scales.shape[-1] - of_rows,), -1)
-    rolled = scales.flatten(-2).roll(1, -1).view(scales.shape)
+    by = 1 + (packed.form.kind in WITH_ZEROS)  # which lie beside their scales
+    rolled = scales.flatten(-2).roll(by, -1).view(scales.shape)
     return dataclasses.replace(packed, scales=torch.cat([rolled, factors], -1))
 
 

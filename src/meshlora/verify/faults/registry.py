@@ -21,6 +21,7 @@ from meshlora.verify.faults import (
     of_float8,
     of_gradients,
     of_images,
+    of_ints,
     of_invoked,
     of_kernels,
     of_noise,
@@ -60,7 +61,7 @@ def find(name: str) -> Mutation:
 _THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradients, of_batches, of_images]
 _THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
 _THEMES += [of_policies, of_preferences, of_rewards, of_distillation]
-_THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_invoked, of_starts, of_streams]
+_THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_ints, of_invoked, of_starts, of_streams]
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:
     for _fault in vars(_theme).values():
