@@ -276,6 +276,8 @@ def _packer(quantization: dict[str, Any]) -> Pack:
         return PUBLISHED["modelopt nvfp4"].pack
     if method == "bitsandbytes":
         return PUBLISHED["nf4"].pack
+    if method == "gptq" and not quantization.get("desc_act"):
+        return PUBLISHED["gptq experts"].pack
     return PUBLISHED[{"fbgemm_fp8": "fbgemm"}.get(method, method)].pack
 
 
