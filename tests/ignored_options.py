@@ -246,6 +246,7 @@ CAUGHT_BY: dict[str, str] = {
         for case, options_of_case in {
             "sft-dft": ("sft.loss",),
             "dpo-by length": ("dpo.loss", "dpo.loss_weights", "dpo.length_weight"),
+            "dpo-weighted": ("dpo.weighted",),
             "dpo-discovered": ("dpo.discopop_tau", "dpo.f_divergence", "dpo.f_alpha"),
             "kto-apo": ("kto.loss",),
         }.items()

@@ -13,6 +13,7 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import check_numbers, number
 from meshlora_ground.tasks import CAUSAL, set_task
 
+Score = Literal["", "entropy", "log_sum_sq"]  # of `train.losses.TokenScores`
 # The unit that a loss is a mean over; pairs and records do not share rows with others.
 Per = Literal["token", "pair", "record"]
 COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record": "records"}  # keys in results
@@ -45,9 +46,9 @@ class Objective:
         return self.unit
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the loss uses the entropy at each trained token."""
-        return False
+    def token_score(self) -> Score:
+        """What the loss uses of each trained token beside its log-probability."""
+        return ""
 
     @property
     def is_summed(self) -> bool:

@@ -28,11 +28,13 @@ from meshlora_ground.float64 import lift
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
+from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_judge.batches import UNTRAINED, MicroBatch, micro_batches_of
 from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora_judge.float8 import multiply_in_float8
+from meshlora_judge.formulas.pairs import said
 from meshlora_judge.formulas.policies import entropies, least_entropy
 from meshlora_judge.formulas.preferences import gained
 from meshlora_judge.invoked import invoke
@@ -168,7 +170,7 @@ def before_losses(
     model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None, masks: Masks | None = None
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or the quantile of
-    entropies, or None). masks: as of `accumulate`.
+    entropies, or what is `said` of pairs, or None). masks: as of `accumulate`.
     """
     rows, point = [], None
     if isinstance(objective, Distill) and objective.context is not None:  # the other rows are what a teacher sees
@@ -182,16 +184,23 @@ def before_losses(
         assert base is not None
         with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
             rows.append(gained(losses_of(model, other)[1], base, other))
-    if getattr(objective, "top_entropy", 1.0) < 1:
-        for batch in batches:
+    bases = [base_logits(model, batch, objective, policy) for batch in batches]
+    if getattr(objective, "top_entropy", 1.0) < 1 or (isinstance(objective, Dpo) and objective.is_of_step):
+        for batch, base in zip(batches, bases, strict=True):
             with masks.of_batch(batch) if masks is not None else contextlib.nullcontext(), torch.no_grad():
                 logits = losses_of(model, batch)[1]
             with lift(logits.dtype == torch.float64):
-                rows.append(entropies(logits[batch.labels != UNTRAINED]))
-        point = least_entropy(objective, torch.cat(rows))
+                if isinstance(objective, Dpo):
+                    assert base is not None
+                    rows.append(said(objective, logits, base, batch))
+                else:
+                    rows.append(entropies(logits[batch.labels != UNTRAINED]))
+        point = torch.cat(rows)
+        if not isinstance(objective, Dpo):
+            point = least_entropy(objective, point)
     elif rows:
         point = torch.cat(rows).mean().clamp(min=0)
-    return [base_logits(model, batch, objective, policy) for batch in batches], point
+    return bases, point
 
 
 def accumulate(

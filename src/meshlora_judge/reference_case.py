@@ -209,7 +209,7 @@ def evaluate(case: Case, model: Any, policy: Any = None) -> float:
     """Mean loss over all sequences of the case. policy: the frozen one of `base_logits`."""
     total, number, objective, every = 0.0, 0, case.objective, range(case.data.num_examples)
     size = len(every)
-    if isinstance(objective, Embed):  # texts are compared as in training
+    if objective.is_of_step:  # texts, and pairs, are compared as in training
         size = case.batch_size
     for start in range(0, len(every), size):
         found = micro_batches(case.data, every[start : start + size], case, pad_token_id=case.pad_token_id)

@@ -100,7 +100,7 @@ def test_a_recorded_loss_is_an_objective_of_the_judge(loss: dict[str, Any], expe
         ({"kind": "distill"}, "does not have what the teacher says"),
         ({"kind": "kto"}, "reference point is of a whole step"),
         ({"kind": "reward"}, "head of one number"),
-        ({"kind": "dpo", "loss_type": "aot"}, "no formula of it"),
+        ({"kind": "dpo", "loss_type": "aot_all"}, "no formula of it"),
         ({"kind": "grpo", "loss_type": "mine"}, "no formula of it"),
     ],
     ids=str,

@@ -178,7 +178,7 @@ def _scores(whole: Whole, tp: int) -> dict[str, Tensor]:
     weight, b = (_local(m, axis, padding=3.0) for m in (whole.weight, whole.b))
     mine = Whole(hidden, weight, a, b, whole.labels)
     with mock.patch.object(vocabulary, "chunk_tokens", return_value=7):
-        log_p, entropy, mean, is_top = vocabulary.scores_from_hidden(
+        log_p, entropy, mean, is_top, squares = vocabulary.scores_from_hidden(
             copy_one_to_each(hidden, axis),
             mine.logits,
             whole.labels,
@@ -189,7 +189,7 @@ def _scores(whole: Whole, tp: int) -> dict[str, Tensor]:
         _weighted(log_p, entropy).backward()
     gradients = {name: value.grad for name, value in {"hidden": hidden, "weight": weight, "a": a, "b": b}.items()}
     gradients["a"] = all_reduce_sum(gradients["a"], axis)  # type: ignore[arg-type]
-    found = {"log_p": log_p, "entropy": entropy, "mean": mean, "is_top": is_top, **gradients}
+    found = {"log_p": log_p, "entropy": entropy, "mean": mean, "is_top": is_top, "squares": squares, **gradients}
     return {name: value.detach() for name, value in found.items() if value is not None}
 
 
@@ -204,6 +204,7 @@ def test_scores_and_their_gradients_are_those_of_one_process(vocab: int, tp: int
         "log_p": log_p.gather(1, whole.labels.clamp(min=0).unsqueeze(1)).squeeze(1).where(is_trained, 0.0),
         "entropy": -(log_p.exp() * log_p).sum(-1).where(is_trained, 0.0),
         "mean": logits.mean(-1).where(is_trained, 0.0),
+        "squares": log_p.exp().square().sum(-1).log().where(is_trained, 0.0),
         "is_top": (logits.argmax(-1) == whole.labels).double(),
     }
     leaves = [whole.hidden, whole.weight, whole.a, whole.b]

@@ -225,6 +225,21 @@ def dpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
     return torch.stack(each).mean()
 
 
+def wpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
+    pi, ref = sums(model.logits), sums(model.of_base)
+    each = []
+    for n in (0, 2):
+        weight = torch.tensor(1.0, dtype=torch.float64)
+        for row in (n, n + 1):
+            is_trained = LABELS[row] >= 0
+            p = model.logits[row].detach().softmax(-1)[is_trained]
+            own = p.gather(1, LABELS[row][is_trained].unsqueeze(1)).squeeze(1)
+            weight = weight * (own / (p**2).sum(1)).log().mean().exp()
+        m = 0.3 * ((pi[n] - ref[n]) - (pi[n + 1] - ref[n + 1]))
+        each.append(-weight * torch.log(torch.sigmoid(m)))
+    return torch.stack(each).mean()
+
+
 def orpo(model: Model, columns: dict[str, Tensor]) -> Tensor:
     sizes = [3, 4, 2, 6]
     p = [torch.exp(one / size) for one, size in zip(sums(model.logits), sizes, strict=True)]
@@ -276,6 +291,7 @@ PAPERS: dict[str, tuple[Objective, Any]] = {
         Dpo(beta=0.3, loss="discopop", discopop_tau=0.6, f_divergence="alpha_divergence", f_alpha=0.4),
         discovered,
     ),
+    "dpo-weighted": (Dpo(beta=0.3, weighted=True), wpo),
     "simpo": (Simpo(beta=1.7, gamma=0.4, label_smoothing=0.2), simpo),
     "sft-dft": (Sft(loss="dft"), dft),
     "kto-apo": (Kto(loss="apo_zero_unpaired"), apo),

@@ -77,7 +77,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
         "weight": torch.ones_like(old),
     }
     losses, _ = policy(
-        objective, Seen(log_p, ref, mask, columns, True, point, entropy if objective.needs_entropy else None)
+        objective, Seen(log_p, ref, mask, columns, True, point, entropy if objective.token_score else None)
     )
     ours = losses.sum() / (mask.sum() if objective.per == "token" else ROWS)
     theirs = _of_trl(loss_type, level, log_p, entropy, old, ref, engine, advantages, options)

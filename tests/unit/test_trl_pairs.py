@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,19 +11,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlora.run.formulas.pairs import length_weights
 from meshlora.run.formulas.preferences import dpo, kto, simpo
 from meshlora.run.formulas.seen import Seen
 from meshlora.run.objectives import dft
+from meshlora.run.ordered_pairs import partners
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.preferences import Dpo, Kto, Simpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
+from meshlora_judge.formulas.pairs import said
 from meshlora_judge.objectives import losses as judged
 
 PAIRS, LENGTH, VOCAB = 3, 7, 6
 LENGTHS = torch.tensor([5, 3, 2, 6, 4, 4])  # better, worse, better, ...
 MASK = torch.arange(LENGTH) < LENGTHS.unsqueeze(1)
 BETA = 0.3
+
+SQUARES = torch.where(MASK, -torch.rand(MASK.shape, generator=torch.Generator().manual_seed(9)).double(), 0.0)
 
 # Ours -> options of TRL's `DPOConfig`.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -35,6 +41,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "several": (
         {"loss": ["sigmoid", "bco_pair", "apo_down"], "loss_weights": [0.8, 0.2, 1.5]},
         {"loss_type": ["sigmoid", "bco_pair", "apo_down"], "loss_weights": [0.8, 0.2, 1.5]},
+    ),
+    "aot": ({"loss": "aot", "label_smoothing": 0.1}, {"loss_type": ["aot"], "label_smoothing": 0.1}),
+    "aot_unpaired": (
+        {"loss": ["aot_unpaired", "aot", "hinge"], "label_smoothing": 0.1, "length_weight": 0.3},
+        {"loss_type": ["aot_unpaired", "aot", "hinge"], "label_smoothing": 0.1, "ld_alpha": 0.3},
+    ),
+    "weighted": (
+        {"loss": ["sigmoid", "ipo"], "weighted": True, "loss_weights": [0.8, 0.3]},
+        {"loss_type": ["sigmoid", "ipo"], "use_weighting": True, "loss_weights": [0.8, 0.3]},
     ),
     "length_weight": (
         {"loss": ["sigmoid", "ipo"], "length_weight": 0.3},
@@ -65,12 +80,21 @@ def test_loss_of_pairs_and_gradient_are_those_of_trl(kind: str) -> None:
     log_p, ref = (torch.where(MASK, _drawn(0.6, seed) - 2, 0.0) for seed in (1, 2))
     log_p = log_p.requires_grad_()
     objective = Dpo(beta=BETA, **ours)
-    each, _ = dpo(objective, Seen(log_p, ref, MASK, {}, True))
+    each, _ = dpo(objective, _seen(objective, log_p, ref))
     narrow = kind in ("alpha_divergence", "exo_pair")  # the first knows no float64 in TRL, the other rounds its epsilon
     expected = _of_trl(log_p.float() if narrow else log_p, ref.float() if narrow else ref, theirs)
     assert each.mean().item() == pytest.approx(expected.item(), rel=1e-6 if narrow else 1e-12)
     found, wanted = (torch.autograd.grad(loss, log_p)[0] for loss in (each.mean(), expected))
     assert torch.allclose(found, wanted, rtol=1e-5 if narrow else 1e-10, atol=1e-8 if narrow else 1e-15)
+
+
+def _seen(objective: Dpo, log_p: Tensor, ref: Tensor) -> Seen:
+    """Of a micro-batch that is the whole step."""
+    point = None
+    if objective.is_of_step:
+        weights = length_weights(objective, MASK)
+        point = partners((log_p * weights).sum(1).detach(), (ref * weights).sum(1))
+    return Seen(log_p, ref, MASK, {}, True, point, SQUARES if objective.weighted else None)
 
 
 def test_likelihood_beside_a_loss_is_that_of_trl_for_answers_of_one_length() -> None:
@@ -103,13 +127,13 @@ def _of_trl(log_p: Tensor, ref: Tensor, options: dict[str, Any]) -> Tensor:
         "ld_alpha": None,
         "f_divergence_type": "reverse_kl",
         "f_alpha_divergence_coef": 0.5,
+        "use_weighting": False,
     }
     given = usual | {"loss_weights": [1.0] * len(options["loss_type"])} | options
     itself = mock.MagicMock(
         beta=BETA,
         loss_types=given.pop("loss_type"),
         precompute_ref_logps=False,
-        use_weighting=False,
         aux_loss_enabled=False,
         args=SimpleNamespace(discopop_tau=given.pop("discopop_tau", 0.05), gradient_checkpointing_kwargs=None),
         **given,
@@ -121,7 +145,12 @@ def _of_trl(log_p: Tensor, ref: Tensor, options: dict[str, Any]) -> Tensor:
     itself.ref_model.return_value = SimpleNamespace(log_probs=sides(ref))
     model = mock.MagicMock(training=True)
     model.return_value = SimpleNamespace(
-        log_probs=sides(log_p), entropy=zeros, mean_logits=zeros, is_top1=zeros.bool(), aux_loss=None
+        log_probs=sides(log_p),
+        log_sum_sq_probs=sides(SQUARES[: len(log_p)]),
+        entropy=zeros,
+        mean_logits=zeros,
+        is_top1=zeros.bool(),
+        aux_loss=None,
     )
     ids = torch.zeros(len(log_p), LENGTH + 1, dtype=torch.int64)
     mask = torch.nn.functional.pad(is_trained.long(), (1, 0))
@@ -169,8 +198,14 @@ def test_judge_has_the_same_loss_from_whole_logits(kind: str) -> None:
     objective = JUDGED[kind]
     formula = {Dpo: dpo, Simpo: simpo, Kto: kto, Sft: dft}[type(objective)]
     seen = Seen(of_labels(logits), of_labels(base), MASK, {"desirable": desirable.double()}, True)
-    ours = formula(objective, seen)[0].sum()
     point = torch.tensor(0.7, dtype=torch.float64) if kind == "apo_zero_unpaired" else None
+    if isinstance(objective, Dpo):
+        of_pairs = _seen(objective, seen.log_p, seen.log_ref)  # type: ignore[arg-type]
+        squares = logits.softmax(-1).square().sum(-1).log().where(MASK, 0.0)
+        seen = replace(seen, point=of_pairs.point, score=squares if objective.weighted else None)
+    ours = formula(objective, seen)[0].sum()
     with lift(True):
+        if objective.is_of_step:
+            point = said(objective, logits, base, batch)
         theirs = judged(objective, logits, batch, base, is_training=True, point=point).sum()
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)

@@ -590,6 +590,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "qwen3", "objective": PROVED["dpo_differences"], "topologies": ("dp=2",)},
         dict.fromkeys((*needing("loss_weights"), *needing("f_divergence"), *needing("alpha")), LOSS),
     ),
+    "pairs of answers, weighted": (
+        {"family": "qwen3", "objective": PROVED["wpo"], "topologies": ("tp=2,sp",)},
+        {
+            "pair_weights_of_likelihood_alone": LOSS,
+            "pair_weights_with_gradient": ("backward", "model", ""),
+            "squares_of_own_vocabulary": OWN_PART,
+        },
+    ),
+    "pairs of answers, in order": (
+        {"family": "qwen3", "objective": PROVED["dpo_ordered"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("ordered_pairs"), LOSS),
+    ),
     "pairs of answers, without a base, by their mean": (
         {"family": "qwen3", "objective": PROVED["simpo"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("simpo"), LOSS),

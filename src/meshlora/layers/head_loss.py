@@ -115,20 +115,16 @@ def scores_from_hidden(
     axis: Axis,
     vocab: int,
     trained: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(log p(label), entropy, mean logit, 1 if no token is likelier than the label) of each token, `[T]`, 0 where
-    untrained.
+) -> tuple[Tensor, ...]:
+    """(log p(label), entropy, mean logit, 1 if no token is likelier than the label, log of the sum of p^2 over the
+    vocabulary) of each token, `[T]`, 0 where untrained.
 
     The first two have gradients. Arguments and errors are those of `log_probabilities_from_hidden`.
     """
     loss = ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
     chunks = Chunks.of(hidden, head, labels, trained, loss)
-    log_p, entropy, mean, is_top = _Scores.apply(hidden, chunks, *parameters)
-
-    def of_all(values: Tensor) -> Tensor:
-        return values.new_zeros(labels.shape).index_copy(0, chunks.rows, values)
-
-    return of_all(log_p), of_all(entropy), of_all(mean), of_all(is_top)
+    found = _Scores.apply(hidden, chunks, *parameters)
+    return tuple(values.new_zeros(labels.shape).index_copy(0, chunks.rows, values) for values in found)
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
@@ -251,10 +247,10 @@ class ChunkLoss:
 
 @dataclass(frozen=True)
 class _ChunkScores:
-    """Of each token the entropy, the mean logit, and whether its label is the likeliest, beside its `ChunkLoss`.
+    """Of each token what `scores_from_hidden` says beside its `ChunkLoss`.
 
     Attributes:
-        found: `[3, T]`, where they are put. weights: `[2, T]` of log p(label) and of the entropy, in the sum whose
+        found: `[4, T]`, where they are put. weights: `[2, T]` of log p(label) and of the entropy, in the sum whose
             gradient is wanted; None: no gradient is.
     """
 
@@ -264,7 +260,7 @@ class _ChunkScores:
     def __call__(self, logits: Tensor, targets: Targets, gradient: Tensor, chunk: slice, loss: ChunkLoss) -> None:
         """gradient: that of `loss`, p - [v == label]; becomes that of the weighted sum. With H = -sum_v p[v] log p[v]:
             d log p(label) / dx[v] = [v == label] - p[v],    dH / dx[v] = -p[v] log p[v] - p[v] H
-        One more all-gather, of four numbers per token.
+        One more all-gather, of five numbers per token.
         """
         num_real = loss.num_real(logits.shape[1])
         real, at_label, is_here = logits[:, :num_real].to(loss.dtype), targets.place, targets.is_here
@@ -272,11 +268,12 @@ class _ChunkScores:
         own = torch.special.entr(p)
         highest = real.amax(1) if num_real else real.new_full(is_here.shape, torch.finfo(loss.dtype).min)
         label_logit = logits.gather(1, at_label).squeeze(1).to(loss.dtype).where(is_here, 0.0)
-        mine = torch.stack([own.sum(1), highest, label_logit, real.sum(1)])
-        by_rank = all_gather(mine, loss.axis).view(loss.axis.size, *mine.shape)  # [tp, 4, t]
+        mine = torch.stack([own.sum(1), highest, label_logit, real.sum(1), p.square().sum(1)])
+        by_rank = all_gather(mine, loss.axis).view(loss.axis.size, *mine.shape)  # [tp, 5, t]
         entropy = by_rank[:, 0].sum(0)
         self.found[0, chunk], self.found[1, chunk] = entropy, by_rank[:, 3].sum(0) / loss.vocab
         self.found[2, chunk] = (by_rank[:, 2].sum(0) >= by_rank[:, 1].amax(0)).to(loss.dtype)
+        self.found[3, chunk] = by_rank[:, 4].sum(0).log()
         if self.weights is not None:
             of_label, of_entropy = self.weights[:, chunk].unsqueeze(2)
             gradient.mul_(-of_label)
@@ -418,17 +415,17 @@ class _Scores(Function):
     def forward(ctx: Any, hidden: Tensor, chunks: Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, *parameters)
         ctx.chunks = chunks
-        found = hidden.new_empty(3, len(chunks.rows), dtype=chunks.loss.dtype)
+        found = hidden.new_empty(4, len(chunks.rows), dtype=chunks.loss.dtype)
         losses, _, _ = chunks.run(hidden, (), needs_hidden=False, scores=_ChunkScores(found))
-        entropy, mean, is_top = found.unbind()
-        ctx.mark_non_differentiable(mean, is_top)
-        return losses.neg_(), entropy, mean, is_top
+        entropy, *others = found.unbind()
+        ctx.mark_non_differentiable(*others)
+        return losses.neg_(), entropy, *others
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights = torch.stack(grads[:2])  # those of the mean and of is_top are marked as without
-        return _again(ctx, scores=_ChunkScores(weights.new_empty(3, weights.shape[1]), weights))
+        weights = torch.stack(grads[:2])  # the others are marked as without
+        return _again(ctx, scores=_ChunkScores(weights.new_empty(4, weights.shape[1]), weights))
 
 
 def _again(ctx: Any, **options: Any) -> tuple[Tensor | None, ...]:

@@ -29,6 +29,7 @@ from meshlora.run.formulas.preferences import dpo, kto, orpo, simpo
 from meshlora.run.formulas.seen import Formula, Seen, Sums
 from meshlora.run.heads import Compared
 from meshlora.run.mismatch import LARGEST
+from meshlora.run.ordered_pairs import ordered_pairs
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
 from meshlora.train.losses import Rows, batch_log_probabilities, batch_scores, language_model_losses
@@ -73,22 +74,25 @@ def loss_sums(
         of_each = heads.outputs_of(model, batch).split(sizes)
         every = zip(of_each, own, points, strict=True)
         return [_of_head(objective, outputs, rows, point) for outputs, (_, rows), point in every]
-    entropies: Sequence[Tensor | None] = [None] * len(own)
-    if objective.needs_entropy:
-        log_ps, entropies = (values.split(sizes) for values in batch_scores(model, batch, own))
+    scores: Sequence[Tensor | None] = [None] * len(own)
+    if objective.token_score:
+        both = batch_scores(model, batch, own, score=objective.token_score)
+        log_ps, scores = (values.split(sizes) for values in both)
     else:
         log_ps = batch_log_probabilities(model, batch, own).split(sizes)
     log_refs = [None] * len(own) if reference is None else reference.split(sizes)
     found: list[tuple[Tensor, Sums]] = []
-    for (_, part), log_p, log_ref, point, entropy in zip(own, log_ps, log_refs, points, entropies, strict=True):
+    for (_, part), log_p, log_ref, point, score in zip(own, log_ps, log_refs, points, scores, strict=True):
         rows = slice(0, 0) if part.is_dummy else slice(None)
         columns = {name: column[rows].to(log_p.dtype) for name, column in part.columns.items()}
-        ref, spread = (None if values is None else values[rows] for values in (log_ref, entropy))
+        ref, beside = (None if values is None else values[rows] for values in (log_ref, score))
         assert not isinstance(point, Compared | InContext)
-        seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point, spread)
+        if objective.is_of_step and point is not None:
+            point = point[heads.places_of(part)][rows]
+        seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point, beside)
         losses, values = FORMULAS[type(objective)](objective, seen)
         if not runtime(model).pipeline.is_last:  # the last stage has the loss
-            signal = log_p.sum() if entropy is None else log_p.sum() + entropy.sum()
+            signal = log_p.sum() if score is None else log_p.sum() + score.sum()
             found.append((signal, {name: torch.zeros_like(value.sum()) for name, value in values.items()}))
             continue
         # All cp ranks know all log-probabilities: one counts them, and the others' are in its gradient.
@@ -141,8 +145,10 @@ def first_pass(
         return said_in_context(objective, model, batching, data, indices) if objective.is_of_step else None
     if isinstance(objective, Policy | Grpo):
         return entropy_point(objective, model, batching, data, indices, masks) if objective.has_first_pass else None
-    if objective.is_of_step:
-        assert isinstance(objective, Embed)
+    if isinstance(objective, Dpo):
+        given = (objective, model, batching, data, indices, masks, reference_log_probabilities)
+        return ordered_pairs(*given) if objective.is_of_step else None
+    if isinstance(objective, Embed):
         return heads.compare_step(objective, model, batching, data, indices, masks)
     return reference_point(objective, model, batching, data, indices)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,15 +134,14 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     return log_p
 
 
-def batch_scores(model: Any, batch: Batch, own: Rows = ()) -> tuple[Tensor, Tensor]:
-    """`batch_log_probabilities`, and the entropy at each trained token, `[B, S]` both, with gradients."""
+def batch_scores(model: Any, batch: Batch, own: Rows = (), *, score: str = "entropy") -> tuple[Tensor, ...]:
+    """(`batch_log_probabilities`, `score` of `TokenScores` at each trained token), `[B, S]` both."""
 
     def scored(found: Found, labels: Tensor, trained: Tensor | None) -> tuple[Tensor, ...]:
         scores = _scores(found, labels, 1.0, trained)
-        return scores.log_probs, scores.entropy
+        return scores.log_probs, getattr(scores, score)
 
-    log_p, entropy = _of_tokens(model, batch, own, scored, 2)
-    return log_p, entropy
+    return _of_tokens(model, batch, own, scored, 2)
 
 
 def _of_tokens(
@@ -166,22 +165,19 @@ def _of_tokens(
     return tuple(map(held.gathered, values))
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenScores:
+class TokenScores(NamedTuple):
     """What a model says of chosen tokens, each `[B, S]`: at t of the token at t, 0 where it is untrained.
 
     log_probs: log p(token). entropy: of the distribution that the token was chosen from. mean_logit: the logits' mean
-    over the vocabulary. is_top1: 1 where no token is likelier. The last two have no gradient.
+    over the vocabulary. is_top1: 1 where no token is likelier. log_sum_sq: log of the sum of p^2 over the vocabulary.
+    The last three have no gradient.
     """
 
     log_probs: Tensor
     entropy: Tensor
     mean_logit: Tensor
     is_top1: Tensor
-
-    def each(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
-        """With `change` applied to each tensor."""
-        return TokenScores(*map(change, (self.log_probs, self.entropy, self.mean_logit, self.is_top1)))
+    log_sum_sq: Tensor
 
 
 def token_scores(
@@ -213,11 +209,11 @@ def token_scores(
     batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})
     if (signal := before_last(model, batch)) is not None:
         own, none = signal.expand(after.shape), signal.detach().expand(after.shape)
-        found = TokenScores(own, own, none, none)
+        found = TokenScores(own, own, none, none, none)
     else:
         found = _scores(to_head(model, batch), after, temperature, None)
     # From where a token is predicted to the token itself.
-    return found.each(runtime(model).pipeline.whole).each(lambda value: F.pad(value[:, :-1], (1, 0)))
+    return TokenScores(*[F.pad(score[:, :-1], (1, 0)) for score in map(runtime(model).pipeline.whole, found)])
 
 
 def _scores(found: Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
@@ -228,11 +224,11 @@ def _scores(found: Found, labels: Tensor, temperature: float, trained: Tensor | 
         log_p, mean = logits.log_softmax(-1), logits.detach().mean(-1)
         log_probs, entropy = log_p.gather(-1, chosen).squeeze(-1), torch.special.entr(log_p.exp()).sum(-1)
         is_top1 = (log_p.detach().amax(-1) <= log_probs.detach()).to(log_p.dtype)
-        is_trained = labels != IGNORED
-        return TokenScores(log_probs, entropy, mean, is_top1).each(lambda value: value.where(is_trained, 0.0))
+        scores = log_probs, entropy, mean, is_top1, (2 * log_p.detach()).logsumexp(-1)
+        return TokenScores(*[score.where(labels != IGNORED, 0.0) for score in scores])
     hidden, head, options = found
     each = scores_from_hidden(hidden, lambda x: head(x) / temperature, labels.flatten(), **options, trained=trained)
-    return TokenScores(*each).each(lambda value: value.view_as(labels))
+    return TokenScores(*[score.view_as(labels) for score in each])
 
 
 def _per_adapter(model: Any, found: Found, own: Rows) -> Sequence[Found]:

@@ -401,6 +401,8 @@ class Feature(enum.StrEnum):
     LENGTH_WEIGHT = "length_weight", _pairs(lambda o: o.length_weight != 1)  # of the longer answer's end
     F_DIVERGENCE = "f_divergence", _pairs(lambda o: o.f_divergence != "reverse_kl")  # not the default, and the next one
     ALPHA = "alpha", _pairs(lambda o: o.f_alpha != Dpo.f_alpha)
+    WEIGHTED_PAIRS = "weighted_pairs", _pairs(lambda o: o.weighted)
+    ORDERED_PAIRS = "ordered_pairs", _pairs(lambda o: o.is_of_step)
     ORPO = "orpo", _kind("orpo")
     SIMPO = "simpo", _kind("simpo")
     DFT = "dft", _run(lambda r: isinstance(r.objective, Sft) and r.objective.loss == "dft")
@@ -432,7 +434,7 @@ class Feature(enum.StrEnum):
     EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
     # Embeddings are of all tokens, or of the last.
     POOLS_TO_THE_END = "pools_to_the_end", _run(lambda r: getattr(r.objective, "pooling", "cls") != "cls")
-    ENTROPY = "entropy", _run(lambda r: r.objective.needs_entropy)  # a bonus
+    ENTROPY = "entropy", _run(lambda r: r.objective.token_score == "entropy")  # a bonus
     ROUTED = "routed", _run(lambda r: r.case.routed)  # rollouts say the experts of tokens
     AUX_LOSS = "aux_loss", _run(lambda r: r.case.router_aux_loss_coef > 0)
     POLICY_GRADIENT = "policy_gradient", _policy(lambda o: True)

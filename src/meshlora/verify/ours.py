@@ -325,12 +325,13 @@ def _budget(model: Any, micro_batches: int, objective: Objective, recompute: str
     # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
     if plan.topology.tp > 1 and not objective.is_summed:
         budget += Counter({("backward", "allgather"): micro_batches})
-    if plan.topology.tp > 1 and objective.needs_entropy:
+    if plan.topology.tp > 1 and objective.token_score:
         budget += Counter({("loss", "allgather"): micro_batches, ("backward", "allgather"): micro_batches})
     # And each cp rank needs those of all tokens of its rows.
     if plan.topology.size_over(TOKENS) > 1 and not objective.is_summed:
-        number = micro_batches * (1 + objective.needs_entropy)
-        budget += Counter({("loss", "allgather"): number, ("backward", "reducescatter"): number})
+        number, differentiable = 1 + bool(objective.token_score), 1 + (objective.token_score == "entropy")
+        budget += Counter({("loss", "allgather"): micro_batches * number})
+        budget += Counter({("backward", "reducescatter"): micro_batches * differentiable})
     # Features for the first layers are cut under sp, so that their gradient is gathered.
     if plan.topology.sp and plan.has_first_stage:
         budget += Counter({("backward", "allgather"): micro_batches * featured_layers(model.config)})

@@ -41,6 +41,7 @@ class ScoredOutput(ModelOutput):
     entropy: Tensor | None = None
     mean_logits: Tensor | None = None
     is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
     label_mask: Tensor | None = None
     aux_loss: Tensor | None = None
 
@@ -214,10 +215,10 @@ def _scored(
         temperature=temperature,
         position_ids=own.get("position_ids"),
     )
-    log_probs, entropy, mean_logits, is_top1 = (value[:, 1:length] for value in vars(scores).values())
+    log_probs, entropy, mean_logits, is_top1, squares = (value[:, 1:length] for value in scores)
     mask = labels[:, 1:] != -100  # the token that each position predicts
     number = inputs.get("num_items_in_batch")
     if number is None:
         number = mask.sum().clamp(min=1)
     loss = -log_probs.sum() / number
-    return ScoredOutput(loss, log_probs, entropy, mean_logits, is_top1 > 0, mask)
+    return ScoredOutput(loss, log_probs, entropy, mean_logits, is_top1 > 0, squares, mask)

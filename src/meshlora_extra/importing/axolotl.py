@@ -240,7 +240,8 @@ def _objective(draft: Draft) -> None:
         loss = "ipo" if kind == "ipo" else draft.take("dpo_loss_type")
         weights, smoothing = draft.take("dpo_loss_weights"), draft.take("dpo_label_smoothing")
         sft = draft.take("rpo_alpha")
-        pairs(draft, "dpo_loss_type", beta, loss, sft=sft, loss_weights=weights, label_smoothing=smoothing)
+        options = {"label_smoothing": smoothing, "weighted": draft.take("dpo_use_weighting") or None}
+        pairs(draft, "dpo_loss_type", beta, loss, sft=sft, loss_weights=weights, **options)
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
     else:
         draft.lose("rl", kind, "of pairs there are dpo, ipo, simpo and orpo, of single answers kto")

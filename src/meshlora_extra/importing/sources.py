@@ -172,7 +172,7 @@ def preferences(draft: Draft, kind: str, beta: Any = None, **options: Any) -> No
     objective: dict[str, Any] = {"kind": kind, "beta": float(beta if beta is not None else 0.1)}
     for name, value in options.items():
         if value is not None:
-            objective[name] = value if isinstance(value, str | list) else float(value)
+            objective[name] = value if isinstance(value, str | list | bool) else float(value)
     draft.put("train.objective", objective, f"{kind}; beta 0.1 where it is not given")
 
 
@@ -188,7 +188,7 @@ def pairs(draft: Draft, whose: str, beta: Any, loss: Any, *, sft: Any = None, **
         weights = [*(weights or [1.0] * len(names)), float(sft)]
         names = [*names, "sft"]
     smoothing = options.pop("label_smoothing", None)
-    if smoothing and {"robust", "exo_pair"} & {*names}:
+    if smoothing and {"robust", "exo_pair", "aot", "aot_unpaired"} & {*names}:
         options["label_smoothing"] = smoothing
     elif smoothing:
         draft.say("label_smoothing: the loss there ignores it: nothing is written")

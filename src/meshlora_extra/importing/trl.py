@@ -175,6 +175,7 @@ def objective(draft: Draft, method: str) -> None:
         options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
         options |= {"f_divergence": divergence, "f_alpha": alpha if of_alpha else None}
         options |= {"discopop_tau": tau if "discopop" in str(loss) else None, "label_smoothing": smoothing}
+        options["weighted"] = draft.take("use_weighting") or None
         pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
     if method in _OF_PAIRS:
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import number
-from meshlora_ground.objective import Per
+from meshlora_ground.objective import Per, Score
 from meshlora_ground.objectives.referenced import Referenced
 
 # Option, or how its name begins -> the losses that read it.
@@ -103,9 +103,9 @@ class _PolicyGradient(Referenced):
         return self.loss == "vespo" or self.correction.startswith("sequence")
 
     @property
-    def needs_entropy(self) -> bool:
-        """Only for the bonus, and to choose tokens by it."""
-        return self.entropy_coef > 0 or self.top_entropy < 1
+    def token_score(self) -> Score:
+        """The entropy only for the bonus, and to choose tokens by it."""
+        return "entropy" if self.entropy_coef > 0 or self.top_entropy < 1 else ""
 
     @property
     def has_first_pass(self) -> bool:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import number
-from meshlora_ground.objective import Objective, Per
+from meshlora_ground.objective import Objective, Per, Score
 from meshlora_ground.objectives.referenced import Referenced
 
 PairLoss = Literal[
@@ -24,10 +24,13 @@ PairLoss = Literal[
     "sppo_hard",
     "apo_zero",
     "apo_down",
+    "aot",
+    "aot_unpaired",
 ]
+_SORTED = ("aot", "aot_unpaired")
 # Their names, as TRL's. An f-divergence leaves a term of the prompt, which cancels in differences of two answers alone.
 OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft")
-_SMOOTHED = ("sigmoid", "exo_pair", "robust")
+_SMOOTHED = ("sigmoid", "exo_pair", "robust", *_SORTED)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,7 @@ class Dpo(Referenced):
     f_divergence: that from the reference which the rewards are those of. f_alpha: of alpha_divergence.
     length_weight: of the tokens of the longer answer beyond the length of the shorter one.
     discopop_tau: temperature of the mixture in discopop.
+    weighted: each pair by how likely the policy would itself have said both answers (WPO).
     """
 
     kind: Literal["dpo"] = "dpo"
@@ -50,6 +54,7 @@ class Dpo(Referenced):
     f_alpha: float = number(0.5, most=10**6)
     length_weight: float = number(1.0, "in [0, 1]")
     discopop_tau: float = number(0.05, "above 0, at most 1,000,000")
+    weighted: bool = False
     reader: ClassVar[str] = "pairs"
     unit: ClassVar[Per] = "pair"
     always_needs_base: ClassVar[bool] = True
@@ -59,6 +64,15 @@ class Dpo(Referenced):
         """Loss -> its weight."""
         names = [self.loss] if isinstance(self.loss, str) else self.loss
         return dict(zip(names, self.loss_weights or [1.0] * len(names), strict=True))
+
+    @property
+    def token_score(self) -> Score:
+        """Of WPO: by it log-probabilities are compared with those of a token that the policy draws."""
+        return "log_sum_sq" if self.weighted else ""
+
+    @property
+    def is_of_step(self) -> bool:  # type: ignore[override] # pairs are put in order, over the whole step
+        return any(name in _SORTED for name in self.losses)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,6 +90,9 @@ class Dpo(Referenced):
             raise UserError(f"{where}.f_divergence={self.f_divergence} with loss={alone[0]}", rule, "leave out one")
         if self.f_divergence == "alpha_divergence" and self.f_alpha == 1:
             raise UserError(f"{where}.f_alpha=1", "that is reverse_kl", "give f_divergence: reverse_kl")
+        if self.weighted and self.is_of_step:
+            rule = "in order, the answers compared are not of one pair, which a weight is of"
+            raise UserError(f"{where}.weighted with loss={names}", rule, "leave out one")
         if "exo_pair" in names and not self.label_smoothing:
             rule = "exo_pair compares with labels that are smoothed"
             raise UserError(f"{where}.loss=exo_pair", rule, "give label_smoothing: 0.001, as its paper")

@@ -10,7 +10,15 @@ from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.labels import of_labels
 
 
-def dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool) -> Tensor:
+def dpo(
+    objective: Dpo,
+    logits: Tensor,
+    batch: MicroBatch,
+    base: Tensor | None,
+    is_training: bool,
+    point: Tensor | None = None,
+) -> Tensor:
+    """point: `said` of all pairs of the step, for losses that put them in order."""
     assert base is not None
     of_policy, of_base = of_labels(logits, batch.labels), of_labels(base, batch.labels)
     found = []
@@ -26,13 +34,58 @@ def dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, 
         for name, weight in objective.losses.items():
             if name == "sft":
                 total = total + weight * nll
+            elif name in ("aot", "aot_unpaired"):
+                assert point is not None
+                total = total + weight * _in_order(name, objective, scores, point, (batch.first_place + first) // 2)
             elif name in _OF_ANSWERS:
                 total = total + weight * _of_answers(name, objective.beta, scores[0], scores[1])
             else:
                 changed = [_changed(objective, one) for one in scores]
                 total = total + weight * _of_difference(name, objective, changed, lengths, is_training)
+        if objective.weighted:
+            for side, row in enumerate(rows):
+                squared = logits[first + side][row].float().softmax(-1).square().sum(-1)
+                of_draws = of_policy[first + side][row] - squared.log()
+                total = total * of_draws.mean().exp().detach()
         found.append(total)
     return torch.stack(found)
+
+
+def said(objective: Dpo, logits: Tensor, base: Tensor, batch: MicroBatch) -> Tensor:
+    """`[2P, 2]`: log pi(y) and log ref(y) of each answer of a batch, as losses of pairs in order read them."""
+    found = []
+    for row in range(len(logits)):
+        is_own, is_other = (batch.labels[one] != UNTRAINED for one in (row, row ^ 1))  # a pair's rows are neighbours
+        shared = int(is_other.sum())
+        sums = []
+        for values in (logits, base):
+            each = of_labels(values[row : row + 1], batch.labels[row : row + 1])[0][is_own]
+            sums.append(each[:shared].sum() + objective.length_weight * each[shared:].sum())
+        found.append(torch.stack(sums))
+    return torch.stack(found).detach()
+
+
+def _in_order(name: str, objective: Dpo, scores: list[Tensor], point: Tensor, place: int) -> Tensor:
+    """The loss of pair `place` of the step. scores: log pi(y)/ref(y) of its two answers."""
+    e, beta = objective.label_smoothing, objective.beta
+
+    def surprise(margin: Tensor) -> Tensor:
+        return (1 - e) * torch.log1p(torch.exp(-beta * margin)) + e * torch.log1p(torch.exp(beta * margin))
+
+    def at_the_place_of(own: list[float], others: list[float]) -> float:
+        """Of `others` the one with as many below it as are below `own[place]`; equal ones in the order of the step."""
+        before = sum((value, other) < (own[place], place) for other, value in enumerate(own))
+        return sorted(others)[before]
+
+    better, worse = point[0::2].tolist(), point[1::2].tolist()
+    pairs = [*zip(better, worse, strict=True)]
+    if name == "aot":
+        of_policy, of_ref = ([up[side] - down[side] for up, down in pairs] for side in (0, 1))
+        return surprise(scores[0] - scores[1] + of_ref[place] - at_the_place_of(of_policy, of_ref))
+    liked, disliked = ([policy - ref for policy, ref in side] for side in (better, worse))
+    of_better = surprise(scores[0] - at_the_place_of(liked, disliked))
+    of_worse = surprise(at_the_place_of(disliked, liked) - scores[1])
+    return of_better + of_worse - of_worse.detach()  # the term of each better answer, and every answer's gradient
 
 
 def _changed(objective: Dpo, score: Tensor) -> Tensor:

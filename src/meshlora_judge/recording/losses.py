@@ -24,10 +24,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 
 # Arguments of TRL's trainers, with the values that the judge's formulas are of.
 _ONLY: dict[str, dict[str, Any]] = {
-    "dpo": {
-        "use_weighting": False,
-        "sync_ref_model": False,
-    },
+    "dpo": {"sync_ref_model": False},
     "grpo": {
         "top_entropy_quantile": 1.0,
         "use_liger_kernel": False,
@@ -39,6 +36,7 @@ _ONLY: dict[str, dict[str, Any]] = {
 _KEPT = {
     "dpo": (
         *("beta", "label_smoothing", "loss_type", "loss_weights", "ld_alpha", "discopop_tau"),
+        "use_weighting",
         *("f_divergence_type", "f_alpha_divergence_coef"),
     ),
     "grpo": (

@@ -18,6 +18,7 @@ from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.policies import Grpo
 from meshlora_ground.objectives.preferences import Dpo, Orpo, PairLoss, Simpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
+from meshlora_judge.formulas.pairs import said
 from meshlora_judge.objectives import losses
 from meshlora_judge.recording.losses import LACKING, names_of
 from meshlora_judge.steps.causes import BARE_REFERENCE, OVER_BORDERS
@@ -58,8 +59,8 @@ def _given(loss: Mapping[str, Any], **names: str) -> dict[str, Any]:
 
 def _dpo(loss: Mapping[str, Any]) -> Dpo:
     names: Any = names_of(loss.get("loss_type"))  # checked: of `PairLoss`
-    own = _given(loss, beta="beta", loss_weights="loss_weights", length_weight="ld_alpha")
-    if {*names} & {"sigmoid", "exo_pair", "robust"}:  # the others do not read it
+    own = _given(loss, beta="beta", loss_weights="loss_weights", length_weight="ld_alpha", weighted="use_weighting")
+    if {*names} & {"sigmoid", "exo_pair", "robust", "aot", "aot_unpaired"}:  # the others do not read it
         own |= _given(loss, label_smoothing="label_smoothing")
     if "discopop" in names:
         own |= _given(loss, discopop_tau="discopop_tau")
@@ -159,7 +160,10 @@ def loss_sum(
         if variant == "labels are smoothed":  # the part that smoothing adds
             trained = logits[batch.labels != UNTRAINED].float()
             return -trained.log_softmax(-1).mean(-1).sum(), len(trained)
-        each = losses(objective, logits, batch, base, is_training=True)
+        point = None
+        if isinstance(objective, Dpo) and objective.is_of_step and base is not None:
+            point = said(objective, logits, base, batch)  # in order, as TRL has them, of this micro-batch
+        each = losses(objective, logits, batch, base, is_training=True, point=point)
         if variant == "mean of rows' means":
             counts = (batch.labels != UNTRAINED).sum(1)
             each = each / counts.repeat_interleave(counts)

@@ -21,6 +21,8 @@ _LOSSES_ELSEWHERE = {
     "nca": "objective: {{kind: dpo, loss: nca_pair}}",
     "exo": "objective: {{kind: dpo, loss: exo_pair, label_smoothing: 0.001}}",
     "sppo": "objective: {{kind: dpo, loss: sppo_hard}}",
+    "aot_pair": "objective: {{kind: dpo, loss: aot}}",
+    "wpo": "objective: {{kind: dpo, weighted: true}}",
     "dft": "objective: {{kind: sft, loss: dft}}",
     "simpo": "objective: simpo",
     "apo_zero_unpaired": "objective: {{kind: kto, loss: apo_zero_unpaired}}",
@@ -31,15 +33,12 @@ _LOSSES_ELSEWHERE = {
     "gspo": "objective: {{kind: grpo, ratio: sequence, mean_over: sequence}}",
     **dict.fromkeys(("cispo", "sapo", "vespo"), "objective: {{kind: grpo, loss: {}}}"),
 }
-_SORTED = "it sorts the pairs of a micro-batch, which the topology decides, and compares those of one rank"
 _LOSSES_HERE = "of pairs there are dpo, with loss as in loss: ipo, simpo and orpo; of single answers kto"
 
 
 def unknown_loss(path: str, name: object) -> UserError | None:
     """The error for a loss that has another name or place here, or none; None if nobody knows it."""
     given = str(name).lower()
-    if given.startswith("aot"):
-        return UserError(f"{path}: {name!r}", f"this loss is not there: {_SORTED}", "sigmoid or ipo")
     if given == "cpo":
         return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
     if given not in _LOSSES_ELSEWHERE:

@@ -22,13 +22,15 @@ from meshlora_ground.objectives.preferences import Dpo
 class Pairs:
     """The pairs of a batch, each `[2P]`: a better answer, then the worse one.
 
-    ratio: h(y). score: f(h(y)). length: trained tokens of y. nll: the mean of -log pi(t) over them.
+    ratio: h(y). score: f(h(y)). length: trained tokens of y. nll: the mean of -log pi(t) over them. partner: `[2P, 2]`,
+    `ordered_pairs.partners` of the step, if pairs are put in order.
     """
 
     ratio: Tensor
     score: Tensor
     length: Tensor
     nll: Tensor
+    partner: Tensor | None
 
     @classmethod
     def of(cls, objective: Dpo, seen: Seen) -> Pairs:
@@ -38,7 +40,7 @@ class Pairs:
         if objective.length_weight != 1:
             each = each * length_weights(objective, seen.is_trained).to(each.dtype)
         ratio, length = each.sum(1), seen.is_trained.sum(1)
-        return cls(ratio, score(objective, ratio), length, -seen.log_p.sum(1) / length)
+        return cls(ratio, score(objective, ratio), length, -seen.log_p.sum(1) / length, seen.point)
 
     @property
     def margin(self) -> Tensor:
@@ -152,6 +154,27 @@ def _apo_down(objective: Dpo, pairs: Pairs) -> Tensor:
     return torch.sigmoid(objective.beta * better) + torch.sigmoid(objective.beta * (worse - better))
 
 
+def _aot(objective: Dpo, pairs: Pairs) -> Tensor:
+    """`smoothed` beta (d - e): d = log pi(y+) - log pi(y-) of all pairs of the step in order, e likewise of ref (AOT,
+    Melnyk et al., 2024, equation 6). e has no gradient: each d needs only the number that it is compared with.
+    """
+    assert pairs.partner is not None
+    difference = pairs.ratio[0::2] - pairs.ratio[1::2] - pairs.partner[0::2, 0].to(pairs.ratio.dtype)
+    return smoothed(objective.beta * difference, objective.label_smoothing)
+
+
+def _aot_unpaired(objective: Dpo, pairs: Pairs) -> Tensor:
+    """`smoothed` beta (h+ - h-), h of all better answers of the step in order, and of all worse ones (AOT, equation 7).
+
+    Each answer has the gradient of its own term; the value is that of the better one's, counted once.
+    """
+    assert pairs.partner is not None
+    partner = pairs.partner[:, 1].to(pairs.ratio.dtype)
+    of_better = smoothed(objective.beta * (pairs.ratio - partner)[0::2], objective.label_smoothing)
+    of_worse = smoothed(objective.beta * (partner - pairs.ratio)[1::2], objective.label_smoothing)
+    return of_better + (of_worse - of_worse.detach())
+
+
 LOSSES: dict[str, Callable[[Dpo, Pairs], Tensor]] = {
     "sigmoid": _sigmoid,
     "sigmoid_norm": _sigmoid_norm,
@@ -166,4 +189,6 @@ LOSSES: dict[str, Callable[[Dpo, Pairs], Tensor]] = {
     "sppo_hard": _sppo_hard,
     "apo_zero": _apo_zero,
     "apo_down": _apo_down,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
 }

@@ -50,9 +50,9 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
         values["kl"] = divergence(objective, seen.log_ref - log_p)
         kl = values["kl"] * ratio if objective.kl_correction else values["kl"]
         loss = loss + objective.kl_coef * kl
-    if seen.entropy is not None:
-        values["entropy"] = seen.entropy
-        loss = loss - objective.entropy_coef * bonus * seen.entropy
+    if seen.score is not None:
+        values["entropy"] = seen.score
+        loss = loss - objective.entropy_coef * bonus * seen.score
     values |= mismatch_sums(old, engine, is_out(objective, gap.exp()))
     # Not indexing by the mask: the host would wait for the count from the GPU.
     found = {name: _averaged(objective, _zero_untrained(value, seen), seen) for name, value in values.items()}
@@ -127,11 +127,11 @@ def uncertain(seen: Seen) -> tuple[Tensor, Tensor]:
     """(1 at the tokens of a step with the highest entropy, else 0, `[B, S]`; the same, over the share of them: means of
     it are over these tokens alone). All, if they are not chosen (Wang et al., 2025, "Beyond the 80/20 Rule").
     """
-    if seen.point is None or seen.entropy is None:
+    if seen.point is None or seen.score is None:
         every = torch.ones_like(seen.log_p)
         return every, every
     least, share = seen.point.to(seen.log_p.dtype)
-    found = (seen.entropy.detach() >= least).to(seen.log_p.dtype)
+    found = (seen.score.detach() >= least).to(seen.log_p.dtype)
     return found, found / share
 
 

@@ -24,7 +24,18 @@ def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
         is_plain = name == "sigmoid" and not seen.is_training
         one = -F.logsigmoid(margin) if is_plain else pairs.LOSSES[name](objective, found)
         loss = loss + weight * one
+    if objective.weighted:
+        loss = loss * on_policy(seen)
     return loss, _compared(margin)
+
+
+def on_policy(seen: Seen) -> Tensor:
+    """w(y+) w(y-), `[P]`, without gradient: w the geometric mean of pi(t) / sum_v pi(v)^2 over the tokens of y (WPO,
+    Zhou et al., 2024, equation 2): about 1 where the policy draws the answers itself.
+    """
+    assert seen.score is not None
+    mean = (seen.log_p.detach() - seen.score).sum(1) / seen.is_trained.sum(1)
+    return (mean[0::2] + mean[1::2]).exp()
 
 
 def _compared(margin: Tensor) -> Sums:

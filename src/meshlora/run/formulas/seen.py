@@ -17,8 +17,8 @@ class Seen:
 
     log_p, log_ref: log-probabilities `[B, S]` of pi and, if the objective needs them, of ref; 0 where untrained.
     is_trained: bool `[B, S]`. columns: name -> `[B, S]`, from the records. is_training: False in evaluation.
-    point: what the step's first pass found, if the objective has one: the reference point `[]`, or `[2]` of
-        `entropy_point`. entropy: `[B, S]`, if it needs that.
+    point: what the step's first pass found, if the objective has one: the reference point `[]`, `[2]` of
+        `entropy_point`, or `[B, 2]` of `ordered_pairs`. score: `[B, S]`, its `token_score`, if it has one.
     """
 
     log_p: Tensor
@@ -27,7 +27,7 @@ class Seen:
     columns: Mapping[str, Tensor]
     is_training: bool
     point: Tensor | None = None
-    entropy: Tensor | None = None
+    score: Tensor | None = None
 
 
 Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # -> (losses, values to report), both to be summed

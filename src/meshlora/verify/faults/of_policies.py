@@ -279,7 +279,7 @@ def cispo_gains_by_the_ratio(original: Any, objective: Any, *seen: Tensor) -> An
 @of_formula(needs={Feature.ENTROPY})
 def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
     """the entropy is raised, not lowered"""
-    return original(objective, replace(seen, entropy=-seen.entropy))
+    return original(objective, replace(seen, score=-seen.score))
 
 
 @of_formula(needs={Feature.ENTROPY})

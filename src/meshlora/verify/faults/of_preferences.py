@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import disable_adapter
-from meshlora.run import objectives, trainer
+from meshlora.layers import head_loss
+from meshlora.run import objectives, ordered_pairs, trainer
 from meshlora.run.formulas import pairs, preferences
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
@@ -110,6 +111,48 @@ def scores_of_the_reverse_kl(original: Any, objective: Dpo, ratio: Tensor) -> Te
 def alpha_at_default(original: Any, objective: Dpo, ratio: Tensor) -> Tensor:
     """the alpha of a divergence is as configured"""
     found: Tensor = original(replace(objective, f_alpha=Dpo.f_alpha), ratio)
+    return found
+
+
+@around(preferences, "on_policy", needs={Feature.WEIGHTED_PAIRS})
+def pair_weights_of_likelihood_alone(original: Any, seen: Any) -> Tensor:
+    """answers are weighted by how likely they are beside what the policy draws"""
+    found: Tensor = original(replace(seen, score=torch.zeros_like(seen.score)))
+    return found
+
+
+@around(preferences, "on_policy", needs={Feature.WEIGHTED_PAIRS})
+def pair_weights_with_gradient(original: Any, seen: Any) -> Tensor:
+    """the weight of a pair has no gradient"""
+    mean = (seen.log_p - seen.score).sum(1) / seen.is_trained.sum(1)
+    return (mean[0::2] + mean[1::2]).exp()
+
+
+@after(head_loss, "all_gather", needs={Feature.WEIGHTED_PAIRS, Feature.TP}, within=(head_loss._Scores, "apply"))
+def squares_of_own_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Any) -> Tensor:
+    """what the policy draws is of the whole vocabulary"""
+    if len(tensor) == 5:  # the fifth is the sum of squares
+        by_rank.view(axis.size, *tensor.shape)[:, 4] = tensor[4] / axis.size
+    return by_rank
+
+
+@instead_of(ordered_pairs, "all_reduce_sum", needs={Feature.ORDERED_PAIRS, Feature.DP})
+def pairs_ordered_on_one_rank(values: Tensor, axis: Any) -> Tensor:
+    """pairs are put in order over those of all ranks"""
+    return values
+
+
+@around(ordered_pairs, "partners", needs={Feature.ORDERED_PAIRS})
+def pairs_left_as_they_are(original: Any, log_p: Tensor, log_ref: Tensor) -> Tensor:
+    """answers are compared with those of the same place in the order"""
+    own = (log_p - log_ref).view(-1, 2).flip(1).flatten()
+    return torch.stack([torch.zeros_like(own), own], 1)
+
+
+@around(ordered_pairs, "partners", needs={Feature.ORDERED_PAIRS})
+def order_upside_down(original: Any, log_p: Tensor, log_ref: Tensor) -> Tensor:
+    """the order of either side goes up"""
+    found: Tensor = -original(log_p, -log_ref)
     return found
 
 

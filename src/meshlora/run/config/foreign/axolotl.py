@@ -85,8 +85,9 @@ FACTS = (
     computed("rpo_alpha", "train.objective, as in {kind: dpo, loss: [sigmoid, sft], loss_weights: [1, 0.2]}"),
     computed("simpo_gamma", "train.objective, as in objective: {kind: simpo, gamma: 0.5}"),
     computed("cpo_alpha", "", "simpo has no likelihood beside it: give 0"),
-    none("dpo_use_weighting dpo_norm_loss", "the loss of pairs has no such part"),
-    computed("dpo_label_smoothing", "", "all losses there but robust and exo_pair ignore it: nothing is written"),
+    computed("dpo_use_weighting", "train.objective, as in objective: {kind: dpo, weighted: true}"),
+    none("dpo_norm_loss", "the loss of pairs has no such part"),
+    computed("dpo_label_smoothing", "", "sigmoid and others ignore it there: nothing is written"),
     computed("trl", "rl, and train.objective: grpo", "rollouts are made by meshlora rl"),
     idle(
         "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode mlflow_experiment_name "
