@@ -11,9 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import meshlora
 from meshlora.layers.linear import ParallelLinear
@@ -66,6 +72,14 @@ def _trainer(kind: str, out: Path, dp: int = 1, **more: Any) -> tuple[Any, dict[
     if kind == "sft":
         args = trl.SFTConfig(str(out), **{"max_length": 40, **options})
         return trl.SFTTrainer, {"args": args, "train_dataset": Dataset.from_dict({"text": texts})}
+    if kind == "reward":
+        args = trl.RewardConfig(str(out), max_length=60, center_rewards_coefficient=0.02, **options)
+        answers = {"chosen": [f" Yes {k}" for k in range(15)], "rejected": [" no" * (k % 4 + 1) for k in range(15)]}
+        margins = {"margin": [0.1 * (k % 3) for k in range(15)]}
+        return trl.RewardTrainer, {
+            "args": args,
+            "train_dataset": Dataset.from_dict({"prompt": texts, **answers, **margins}),
+        }
     if kind == "dpo":
         args = trl.DPOConfig(str(out), max_length=60, beta=0.3, label_smoothing=0.1, **options)
         answers = {"chosen": [f" Yes {k}" for k in range(15)], "rejected": [" no" * (k % 4 + 1) for k in range(15)]}
@@ -82,6 +96,7 @@ def _said(trainer: Any) -> list[dict[str, float]]:
     with meshlora.lift():
         trainer.train()
     names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "rewards/chosen", "reward", "kl")
+    names += ("min_reward", "mean_reward", "max_reward")
     return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history]
 
 
@@ -98,10 +113,20 @@ class _Exact:
         return chosen, entropy, None, logits.detach().mean(-1), logits.argmax(-1) == labels
 
 
+def _whole(kind: str, start: Path) -> Any:
+    """PEFT's model, with the adapter in `start`; a reward model has one of its own."""
+    if kind != "reward":
+        model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
+        return PeftModel.from_pretrained(model, str(start), is_trainable=True)
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(BASE, dtype=torch.float64, num_labels=1)
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS")
+    return get_peft_model(model, lora)
+
+
 def _alone(kind: str, start: Path, out: Path, drops: bool = False, **more: Any) -> list[dict[str, float]]:
     trainer, options = _trainer(kind, out, **more)
-    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
-    model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
+    model = _whole(kind, start)
     if drops:
         options["callbacks"] = [_Steps(MaskedPeft(model, seed=OPTIONS["seed"]))]
     with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", _Exact):
@@ -118,7 +143,10 @@ def _on_mesh(kind: str, topology: str, start: Path, out: Path, **more: Any) -> l
     """Body of a rank."""
     from meshlora_extra.hf import on_mesh
 
-    model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
+    if kind == "reward":
+        model = meshlora.adopt(_whole(kind, start), topology=topology)
+    else:
+        model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     trainer, options = _trainer(kind, out, model.meshlora.mesh.dp.size, **more)
     if kind == "dpo":
         options["ref_model"] = None
@@ -153,6 +181,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kind", "topology"),
     [
         ("dpo", "tp=2,sp"),
+        ("reward", "tp=2,sp"),
         *(pytest.param(kind, "tp=2,sp", marks=pytest.mark.proof) for kind in ("sft", "grpo")),
         *(pytest.param(kind, "tp=2", marks=pytest.mark.proof) for kind in ("sft", "dpo", "grpo")),
     ],
@@ -206,12 +235,13 @@ _GROUPS = {"per_device_train_batch_size": 8, "pad_to_multiple_of": 32}
     [
         ("sft", "dp=2", {}),
         ("dpo", "dp=2", {}),
+        ("reward", "dp=2", {}),
         ("grpo", "dp=2", _GROUPS),
         ("sft", "tp=2,sp", {"packing": True}),
         ("sft", "dp=2", {"padding_free": True, "max_length": None}),
         ("grpo", "dp=2", {**_GROUPS, "loss_type": "grpo"}),
     ],
-    ids=["sft", "dpo", "grpo", "packed", "padding-free", "means of rows"],
+    ids=["sft", "dpo", "reward", "grpo", "packed", "padding-free", "means of rows"],
 )
 def test_shares_and_packed_rows_end_where_one_process_ends(
     kind: str, topology: str, more: dict[str, Any], start: Path, pools: Callable[[int], Pool], tmp_path: Path

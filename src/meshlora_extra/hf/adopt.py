@@ -34,6 +34,8 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.pairs import check
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError, numbered
+from meshlora_ground.objective import TEXT, Objective
+from meshlora_ground.objectives.rewards import Reward
 from meshlora_ground.topology import Topology
 
 # What leaves the base as it is; others have taken something out of it, and would once more.
@@ -57,7 +59,8 @@ def adopt(
     every rank, with the same model. What `meshlora.load` returns, otherwise.
 
     Args:
-        model: of `get_peft_model`, `PeftModel.from_pretrained` or transformers, in memory or on the meta device.
+        model: of `get_peft_model`, `PeftModel.from_pretrained` or transformers, in memory or on the meta device: a
+            causal LM, or a reward model (AutoModelForSequenceClassification with num_labels=1).
         source: the folder of the weights of a model on the meta device; default: where its configuration is from. Its
             adapters are fresh, from `seed`. topology, device, disable_dropout, compute, kernels: as of `meshlora.load`.
 
@@ -78,7 +81,10 @@ def adopt(
         compute=compute,  # type: ignore[arg-type] # a wrong one is refused by its name
         kernels=kernels,
     )
-    blueprint = make_blueprint(_folder(base, source) if on_meta else base.config, shape, options)
+    objective: Objective = TEXT
+    if getattr(base.config, "num_labels", None) == 1 and type(base).__name__.endswith("ForSequenceClassification"):
+        objective = Reward()  # one output: the score of a text
+    blueprint = make_blueprint(_folder(base, source) if on_meta else base.config, shape, options, objective)
     for feature in features():
         feature.check_loading(blueprint.model, blueprint.plan, options, dtype=blueprint.dtype, device=device)
     check_proved(blueprint.plan)

@@ -25,7 +25,7 @@ from meshlora_extra.hf.rows import gathered_rows
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 
-_KNOWN = ("SFTTrainer", "DPOTrainer", "GRPOTrainer")
+_KNOWN = ("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RewardTrainer")
 # Losses that sort, or average tokens of, the rows of a micro-batch: those of a rank give another one.
 _OF_MICRO_BATCHES = {"DPOTrainer": ("sft", "aot", "aot_unpaired"), "GRPOTrainer": ("bnpo",)}
 _OF_TOKENS_OF_ALL = ("dapo", "cispo", "vespo")  # of GRPO: divided by the tokens of all ranks

@@ -80,7 +80,7 @@ def on_mesh(trainer: type) -> type:
 
         trainer = meshlora_extra.hf.on_mesh(trl.DPOTrainer)(model=model, args=args, train_dataset=data, ...)
 
-    SFTTrainer, DPOTrainer and GRPOTrainer are proved, with dp, tp and sp.
+    SFTTrainer, DPOTrainer, GRPOTrainer and RewardTrainer (of a model of `meshlora.adopt`) are proved, with dp, tp, sp.
     """
     is_trl = any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
     return type(f"Mesh{trainer.__name__}", (_OnMeshOfTrl if is_trl else OnMesh, trainer), {})
@@ -147,6 +147,8 @@ class _OnMeshOfTrl(OnMesh):
         return loss * weight, outputs
 
     def _prepare_inputs(self, inputs: Any) -> Any:
+        if self._name == "RewardTrainer":
+            return super()._prepare_inputs(inputs)
         # Rows are fitted in the forward: TRL makes some itself.
         if isinstance(inputs, Mapping):
             self._stands_in = bool(inputs.get(STANDS_IN))

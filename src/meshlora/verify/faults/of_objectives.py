@@ -106,7 +106,9 @@ PROVED: dict[str, Objective] = {
     ),
     "dpo_normed": Dpo(beta=0.3, loss=["exo_pair", "sigmoid_norm"], label_smoothing=0.1, f_divergence="js_divergence"),
     "wpo": Dpo(beta=0.4, loss=["hinge", "sigmoid"], weighted=True),
-    "dpo_ordered": Dpo(beta=0.4, loss=["aot", "aot_unpaired"], loss_weights=[0.7, 1.3], label_smoothing=0.2, length_weight=0.3),
+    "dpo_ordered": Dpo(
+        beta=0.4, loss=["aot", "aot_unpaired"], loss_weights=[0.7, 1.3], label_smoothing=0.2, length_weight=0.3
+    ),
     "simpo": Simpo(beta=1.7, gamma=0.4, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
     "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, reference="base"),
