@@ -15,10 +15,8 @@ from typing import Any
 import yaml
 
 from meshlora.run.config.foreign.fact import Fact, Trainer
-from meshlora.run.config.foreign.inherited import INHERITED
-from meshlora.run.config.foreign.others import OTHERS
 from meshlora.run.config.foreign.templates import TEMPLATES
-from meshlora.run.config.foreign.trainers import TRAINERS
+from meshlora.run.config.foreign.trainers import INHERITED, OTHERS, TRAINERS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from.md"
 _HEAD = """# Coming from another trainer

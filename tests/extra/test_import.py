@@ -12,9 +12,7 @@ import yaml
 
 from meshlora.cli.main import main
 from meshlora.run.config.file import read_runs
-from meshlora.run.config.foreign.inherited import INHERITED
-from meshlora.run.config.foreign.others import OTHERS
-from meshlora.run.config.foreign.trainers import TRAINERS, facts_of
+from meshlora.run.config.foreign.trainers import INHERITED, OTHERS, TRAINERS, facts_of
 from meshlora_extra.importing.draft import Draft
 from meshlora_extra.importing.imported import RULES, imported
 from meshlora_extra.importing.write import text_of

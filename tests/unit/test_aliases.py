@@ -13,8 +13,7 @@ from transformers import SchedulerType
 from meshlora.adapter.targets.resolve import SUPPORTED
 from meshlora.run.config import aliases
 from meshlora.run.config.file import read_run
-from meshlora.run.config.foreign.inherited import INHERITED
-from meshlora.run.config.foreign.trainers import KNOWN, TRAINERS
+from meshlora.run.config.foreign.trainers import INHERITED, KNOWN, TRAINERS
 from meshlora.run.config.run_file import SCHEDULES_TOO, TrainConfig
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError

@@ -8,10 +8,26 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.run.config.foreign.inherited import OPTIMIZERS, SCHEDULES
 from meshlora_extra.importing.draft import Draft
 
 _LONGEST_TIMEOUT_S = 10**7
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "torch.optim.adamw"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
+}
+# Those with options of their own are read together with these (`meshlora_extra.importing.schedule`).
+_SCHEDULES = {
+    "linear": "linear",
+    "cosine": "cosine",
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "cosine_with_min_lr": "cosine",
+    "cosine_with_restarts": "cosine_with_restarts",
+    "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt",
+    "warmup_stable_decay": "warmup_stable_decay",
+}
 
 
 def sizes(draft: Draft, per_process: Any, accumulation: Any, *, whose: str) -> None:
@@ -67,7 +83,7 @@ def warmup(draft: Draft, *, ratio: Any = None, ratio_why: str = "") -> None:
 def schedule(draft: Draft, name: Any, lr: float, options: Any, *, whose: str) -> None:
     """The schedule by its name, with the options that transformers gives it."""
     options = dict(options) if isinstance(options, dict) else {}
-    ours = SCHEDULES.get(str(name).lower())
+    ours = _SCHEDULES.get(str(name).lower())
     if ours is None:
         draft.lose(whose, name, "no schedule here is that")
         return
@@ -100,7 +116,7 @@ def least_rate(draft: Draft, share: Any, lr: float, *, whose: str) -> None:
 
 
 def optimizer(draft: Draft, name: Any, *, whose: str) -> None:
-    ours = OPTIMIZERS.get(str(name).lower())
+    ours = _OPTIMIZERS.get(str(name).lower())
     if ours is None:
         draft.lose(whose, name, "the optimizers here are adamw, adamw_8bit and lora_fa")
     else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
-from meshlora.run.config.foreign.trainers import KNOWN
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.objectives.preferences import PairLoss
 
@@ -71,6 +70,8 @@ def unknown_schedule(path: str, name: object) -> UserError | None:
 
 def unknown_key(path: Sequence[str], near: Iterable[str], groups: Mapping[str, Iterable[str]]) -> UserError:
     """The error for a key that its group has not. near: the keys of the group. groups: name -> keys, "" the top."""
+    from meshlora.run.config.foreign.trainers import KNOWN  # a thousand lines of YAML, read for this alone
+
     where, name = ".".join(path), path[-1].lower().replace("-", "_")
     if name == "loss_type" and "objective" in path:
         return UserError(

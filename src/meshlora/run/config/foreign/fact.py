@@ -1,7 +1,7 @@
 """The rows of the table of other trainers' keys.
 
-Owns: what a row says, and how it is written down. Does not own: the rows, trainer by trainer, in the files beside it;
-what is computed from several keys (`meshlora_extra.importing`).
+Owns: what a row says. Does not own: the rows, trainer by trainer, in the YAML beside it, and how they are written
+there (`run.config.foreign.trainers`); what is computed from several keys (`meshlora_extra.importing`).
 """
 
 from __future__ import annotations
@@ -42,26 +42,6 @@ class Fact:
     def is_off(self, value: Any) -> bool:
         """Whether nothing is lost without this value."""
         return value in (None, False, "", [], {}) or value in self.off
-
-
-def same(names: str, here: str, note: str = "", values: Mapping[str, Any] | None = None) -> Fact:
-    return Fact(names, here, "same", note, values)
-
-
-def computed(names: str, here: str = "", note: str = "") -> Fact:
-    return Fact(names, here, "computed", note)
-
-
-def near(names: str, here: str, note: str, values: Mapping[str, Any] | None = None) -> Fact:
-    return Fact(names, here, "approximated", note, values)
-
-
-def idle(names: str, note: str = "it changes no number") -> Fact:
-    return Fact(names, "", "no effect", note)
-
-
-def none(names: str, note: str, *off: Any) -> Fact:
-    return Fact(names, "", "no answer", note, off=off)
 
 
 @dataclass(frozen=True)

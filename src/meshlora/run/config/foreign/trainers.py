@@ -2,23 +2,69 @@
 
     KNOWN["warmup_ratio"].here    # what the parser says of a key that a run file has not
 
-Does not own: the rows (the files beside this one).
+A row of the YAML beside this file says how their keys are read and which these are; then `here`, `note`, `values` and
+`off`, as `Fact` has them.
+
+    - approximated: flash_attention
+      here: model.attn_implementation
+      note: written as sdpa, which also keeps packed sequences apart
+
+Owns: how rows are written down. Does not own: the rows.
 """
 
 from __future__ import annotations
 
-from meshlora.run.config.foreign.automodel import AUTOMODEL
-from meshlora.run.config.foreign.axolotl import AXOLOTL
-from meshlora.run.config.foreign.fact import Fact, Trainer, by_name
-from meshlora.run.config.foreign.inherited import INHERITED
-from meshlora.run.config.foreign.llama_factory import LLAMA_FACTORY
-from meshlora.run.config.foreign.others import OTHERS
-from meshlora.run.config.foreign.swift import SWIFT
-from meshlora.run.config.foreign.torchtune import TORCHTUNE
-from meshlora.run.config.foreign.trl import TRL
-from meshlora.run.config.foreign.unsloth import UNSLOTH
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
 
-TRAINERS = {each.name: each for each in (AXOLOTL, LLAMA_FACTORY, SWIFT, TORCHTUNE, TRL, UNSLOTH, AUTOMODEL)}
+from meshlora.run.config.foreign.fact import Fact, How, Trainer, by_name
+from meshlora_ground.yaml_reading import parse_yaml
+
+_FILES = Path(__file__).parent
+
+
+def _read(name: str) -> dict[str, Any]:
+    values: dict[str, Any] = parse_yaml((_FILES / f"{name}.yaml").read_text(encoding="utf-8"))
+    return values
+
+
+def _facts(rows: Sequence[dict[str, Any]]) -> tuple[Fact, ...]:
+    return tuple(_fact(**row) for row in rows)
+
+
+def _fact(*, here: str = "", note: str = "", values: Any = None, off: Sequence[Any] = (), **names: Any) -> Fact:
+    ((how, theirs),) = names.items()
+    if how == "no effect" and not note:
+        note = "it changes no number"
+    return Fact(theirs, here, cast(How, how), note, values, tuple(off))
+
+
+_TRANSFORMERS = _read("transformers")
+INHERITED = _facts(_TRANSFORMERS["facts"])
+OTHERS = _facts(_read("others")["facts"])
+
+
+def _trainer(name: str) -> Trainer:
+    values = _read(name.replace("-", "_"))
+    facts = _facts(values["facts"])
+    if "further" in values:  # keys of a trainer that this one extends
+        facts += _facts(_read(values["further"])["facts"])
+    inherited = _TRANSFORMERS["defaults"] if "defaults" in values["inherits"] else {}
+    return Trainer(
+        name,
+        values["title"],
+        values["recipe"],
+        tuple(values["signs"]),
+        facts,
+        inherits="facts" in values["inherits"],
+        defaults=inherited | values["defaults"],
+        differs=tuple(values["differs"]),
+    )
+
+
+_NAMES = ("axolotl", "llama-factory", "swift", "torchtune", "trl", "unsloth", "automodel")
+TRAINERS = {name: _trainer(name) for name in _NAMES}
 
 
 def facts_of(trainer: Trainer) -> dict[str, Fact]:
@@ -33,8 +79,8 @@ def _known() -> dict[str, Fact]:
     Of keys in groups the last part, where it is a word that says enough by itself.
     """
     rows = [*OTHERS, *INHERITED]
-    for trainer in (TRL, AXOLOTL, LLAMA_FACTORY, SWIFT, UNSLOTH, TORCHTUNE, AUTOMODEL):
-        rows += trainer.facts
+    for name in ("trl", "axolotl", "llama-factory", "swift", "unsloth", "torchtune", "automodel"):
+        rows += TRAINERS[name].facts
     known: dict[str, Fact] = {}
     for name, fact in by_name(tuple(rows)).items():
         last = name.rpartition(".")[2]
