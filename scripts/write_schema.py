@@ -18,7 +18,7 @@ from typing import Any
 from meshlora.run.config import file
 from meshlora.run.config.endings import EarlyStopping, LossSpike
 from meshlora.run.config.metrics import RegexMetric
-from meshlora.run.config.presets import PRESETS
+from meshlora.run.config.presets import presets
 from meshlora.run.config.rl import REWARDS, RlConfig
 from meshlora.run.config.run_file import (
     BY_EPOCH,
@@ -119,7 +119,7 @@ def schema() -> dict[str, Any]:
         "description": keys["lora"]["description"],
     }
     keys["lora"] = {"anyOf": [lora, {"type": "null"}], "description": lora["description"]}
-    keys["preset"] |= {"anyOf": [{"enum": list(PRESETS)}, {"type": "null"}]}
+    keys["preset"] |= {"anyOf": [{"enum": list(presets())}, {"type": "null"}]}
     own = {"lora": lora, "adapter": keys["adapter"]}
     for group, names in PER_ADAPTER.items():
         properties = groups[f"{group.title()}Config"]["properties"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from meshlora.run.config.file import read_run
-from meshlora.run.config.presets import PRESETS, resolved
+from meshlora.run.config.presets import presets, resolved
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError
 from meshlora_ground.objective import Sft
@@ -153,13 +153,13 @@ def test_a_model_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None
         read(tmp_path, preset="qlora", model={"path": str(tmp_path / "nowhere")})
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets())
 def test_every_preset_is_made_of_known_keys(name: str, tmp_path: Path) -> None:
     run = on(tmp_path, name, {"model_type": "llama", "hidden_size": 4096})
     assert run.preset == name
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", presets())
 def test_train_and_evaluate_read_the_same_sequences(preset: str, tmp_path: Path) -> None:
     """Of the same texts in one form that the preset trains on, and in another."""
     texts = [("name : Aromi", "Aromi is Thai."), ("name : Strada", "A place named Strada.")]

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from meshlora.run.config.presets import PRESETS
+from meshlora.run.config.presets import presets
 from meshlora_ground.errors import UnsupportedError, UserError
 
 _UNUSED: tuple[str, ...] = ("platform", "rank", "device", "world_size", "valid_batch_size", "eval_epoch")
@@ -97,7 +97,7 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
         data["eval"] = options.valid_data
     if options.obj == "jlm":  # of prompts too
         data["train_on"] = "everything"
-    recipe = PRESETS["microsoft-e2e"]  # for texts that are evaluated or continued: encoded rows are complete
+    recipe = presets()["microsoft-e2e"]  # for texts that are evaluated or continued: encoded rows are complete
     separator = recipe["data"]["separator"]
     if _is_separated(options, separator):
         data["separator"] = separator

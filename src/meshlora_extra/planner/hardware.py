@@ -1,8 +1,8 @@
 """Hardware: peak numbers from datasheets, the efficiencies reached, or what was measured in their place.
 
-Owns: the table of GPUs, files with measured numbers, the time of work and messages. Does not own: the amount of work
-(`meshlora_extra.planner.trace`), the messages (`meshlora_extra.planner.communication`), measuring
-(`meshlora_extra.planner.calibrate`).
+Owns: reading the table of GPUs (`gpus.yaml`) and files with measured numbers, the time of work and messages. Does not
+own: the amount of work (`meshlora_extra.planner.trace`), the messages (`meshlora_extra.planner.communication`),
+measuring (`meshlora_extra.planner.calibrate`).
 
 Datasheets give upper bounds. The numbers reached are these times an efficiency, a named field that can be measured and
 replaced: `--hardware FILE.json` takes any field of `Hardware`, and `meshlora calibrate` writes such a file.
@@ -23,6 +23,7 @@ import numpy as np
 from meshlora_extra.planner.fake import Work
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.files import read_json
+from meshlora_ground.yaml_reading import parse_yaml
 
 # (flops per byte, TFLOP/s), by the former: skinny products, as those of LoRA, reach less than square ones.
 Rates = tuple[tuple[float, float], ...]
@@ -159,73 +160,21 @@ class Hardware:
         return self.launch_s + hop_s * math.log2(ranks) + wire_bytes / (1e9 * gb_s * self.link_efficiency)
 
 
-# `kernel_s` of all is the host's beside one H200, 2026-11, torch 2.11, which enqueued steps of 2,692 to 3,802 operators
-# in 142 to 222 ms. Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in
-# the manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per
-# two, taken for all PCIe cards of servers and workstations); beside GeForce cards 10 Gb/s of a desk's.
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Hardware(
-            "a100", 80, 312, 19.5, 2039, 300, 25, source="NVIDIA A100 80GB SXM datasheet (2021); DGX A100 datasheet"
-        ),
-        Hardware(
-            "h100",
-            80,
-            989,
-            67,
-            3350,
-            450,
-            50,
-            matmul_efficiency=0.65,  # 640 TFLOP/s in a step of 8B; 769 of 8192 x 8192 x 8192
-            memory_efficiency=0.9,  # a copy: 3.0 TB/s
-            half_attention=((1.0, 340.0),),  # a sequence of 4,096, both ways
-            float8_gain=1.63,  # as on the H200, which has the same tensor cores
-            source="NVIDIA H100 SXM5 datasheet (2023); DGX H100 datasheet; efficiencies measured: one H100, 2026-11, "
-            "torch 2.11",
-        ),
-        Hardware(
-            "h200",
-            141,
-            989,
-            67,
-            4800,
-            450,
-            50,
-            matmul_efficiency=0.68,  # 644 to 678 TFLOP/s in steps; 726 to 753 of 8192 x 8192 x 8192
-            memory_efficiency=0.9,  # a copy: 4.3 TB/s
-            half_attention=((1.0, 440.0),),  # one sequence a row; joined rows, in torch 2.11: 250
-            float8_gain=1.63,  # the products of 8B: 150 ms in bf16, 92 in float8 without fast accumulation
-            source="NVIDIA H200 SXM datasheet (2024); DGX H200 datasheet; efficiencies measured: one H200, 2026-11, "
-            "torch 2.11",
-        ),
-        Hardware("b200", 180, 2250, 75, 7700, 900, 50, source="NVIDIA DGX B200 datasheet (2024), an eighth of it"),
-        Hardware("l40s", 48, 362, 91.6, 864, 32, 12.5, source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16"),
-        Hardware("a100-40", 40, 312, 19.5, 1555, 300, 25, source="NVIDIA A100 40GB SXM datasheet (2020)"),
-        Hardware("l4", 24, 121, 30.3, 300, 32, 12.5, source="NVIDIA L4 datasheet (2023), PCIe 4.0 x16"),
-        Hardware("a10", 24, 125, 31.2, 600, 32, 12.5, source="NVIDIA A10 datasheet (2021), PCIe 4.0 x16"),
-        Hardware("a6000", 48, 154.8, 38.7, 768, 32, 12.5, source="NVIDIA RTX A6000 datasheet (2020), PCIe 4.0 x16"),
-        Hardware(
-            "rtx6000-ada", 48, 364.2, 91.1, 960, 32, 12.5, source="NVIDIA RTX 6000 Ada datasheet (2022), PCIe 4.0 x16"
-        ),
-        Hardware(
-            "rtx-pro-6000",
-            96,
-            503.8,
-            125,
-            1792,
-            64,
-            12.5,
-            source="NVIDIA RTX PRO 6000 Blackwell Workstation datasheet (2025), PCIe 5.0 x16",
-        ),
-        # GeForce: products that sum in float32, as training's do, have half of the advertised rate.
-        Hardware("rtx3090", 24, 71, 35.6, 936, 32, 1.25, source="NVIDIA GA102 whitepaper (2020), PCIe 4.0 x16"),
-        Hardware("rtx4090", 24, 165.2, 82.6, 1008, 32, 1.25, source="NVIDIA Ada whitepaper (2022), PCIe 4.0 x16"),
-        Hardware(
-            "rtx5090", 32, 209.5, 104.8, 1792, 64, 1.25, source="NVIDIA RTX Blackwell whitepaper (2025), PCIe 5.0 x16"
-        ),
-    )
-}
+def _table() -> dict[str, Hardware]:
+    cards: dict[str, Any] = parse_yaml(Path(__file__).with_name("gpus.yaml").read_text(encoding="utf-8"))
+    return {name: Hardware(name, **_hashable(fields)) for name, fields in cards.items()}
+
+
+def _hashable(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` with tuples for lists of rates, as a `Hardware` is hashed."""
+    for name in _RATES:
+        if name in fields:
+            fields[name] = tuple((x, y) for x, y in fields[name])
+    return fields
+
+
+_RATES = ("full_products", "half_products", "full_attention", "half_attention")
+GPUS = _table()
 # Other spellings that people give, as `_plain` leaves them.
 _ALSO = {"a10080": "a100", "a10080gb": "a100", "a10040gb": "a100-40", "rtxa6000": "a6000", "6000ada": "rtx6000-ada"}
 
@@ -293,7 +242,6 @@ def hardware_named(name: str | None, file: str | None = None, *, option: str = "
     raise UserError(f"{option} {name}", f"it is not in the table of GPUs: {cards_in_words()}", way_out)
 
 
-_RATES = ("full_products", "half_products", "full_attention", "half_attention")
 _SHARES = ("usable_", "matmul_eff", "memory_eff", "half_memory_eff", "link_eff", "overlap_eff")
 
 
@@ -315,9 +263,7 @@ def _read(file: str) -> dict[str, Any]:
                 shown = "..."
             raise UserError(f"--hardware {file}: {key}={shown}", rule)
         found[key] = value
-        if key in _RATES:
-            found[key] = tuple((x, y) for x, y in value)  # a `Hardware` is hashed
-    return found
+    return _hashable(found)
 
 
 def _broken_rule(key: str, value: Any) -> str | None:

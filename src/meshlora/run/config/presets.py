@@ -1,106 +1,33 @@
 """Presets: published recipes as values of a run file.
 
-Owns: their values, and how they are filled in. Does not own: the meaning of the keys (`run.config.run_file`).
+Owns: how they are filled in. Does not own: their values (`presets.yaml`), the meaning of the keys
+(`run.config.run_file`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 from meshlora.run.config.model_presets import OF_MODEL, Facts
 from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.yaml_reading import parse_yaml
 
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # LoRA of GPT-2 medium on E2E: examples/NLG of microsoft/LoRA (README.md, src/gpt2_ft.py, src/gpt2_beam.py).
-    "microsoft-e2e": {
-        # Its GPT-2 (src/model.py) has no dropout but the adapter's.
-        "model": {"disable_dropout": True},
-        "lora": {
-            "r": 4,
-            "lora_alpha": 32,
-            "lora_dropout": 0.1,
-            "target_modules": ["c_attn"],
-            "pieces": {"c_attn": ["q", "v"]},
-        },
-        "data": {"max_length": 512, "train_on": "all", "separator": "<|endoftext|>"},
-        "train": {
-            "epochs": 5,
-            "batch_size": 8,
-            "lr": 2e-4,
-            "schedule": "linear",
-            "warmup_steps": 500,
-            "warmup_from_zero": True,
-            "weight_decay": 0.01,
-            "decay_biases_and_norms": True,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "eps": 1e-6,
-            "max_grad_norm": 0.0,
-            "objective": {"kind": "sft", "label_smoothing": 0.1},
-        },
-        "generate": {
-            "search": "gpt2_beam",
-            "num_beams": 10,
-            "length_penalty": 0.8,
-            "no_repeat_ngram_size": 4,
-            "max_new_tokens": 64,
-            "stop": ["\n\n"],  # token 628
-        },
-    },
-    # Schulman et al., "LoRA Without Regret" (thinkingmachines.ai/blog/lora, 2025): all linears, alpha 32 whatever the
-    # rank, small batches, a constant rate. beta2, eps and no clipping are defaults of `tinker.AdamParams`.
-    "lora-without-regret": {
-        "lora": {"r": 32, "lora_alpha": 32, "lora_dropout": 0.0, "target_modules": "all-linear"},
-        "train": {
-            "batch_size": 32,
-            "schedule": "constant",
-            "weight_decay": 0.0,
-            "beta1": 0.9,
-            "beta2": 0.95,
-            "eps": 1e-12,
-            "max_grad_norm": 0.0,
-        },
-    },
-    # Dettmers et al., "QLoRA" (arXiv 2305.14314, appendix B); scripts/finetune_guanaco_7b.sh of artidoro/qlora.
-    "qlora": {
-        "model": {"quantization": "nf4"},
-        "lora": {"r": 64, "lora_alpha": 16, "target_modules": "all-linear"},
-        "train": {
-            "batch_size": 16,
-            "schedule": "constant",
-            "weight_decay": 0.0,
-            "beta1": 0.9,
-            "beta2": 0.999,
-            "max_grad_norm": 0.3,
-        },
-    },
-    # recipes/zephyr-7b-beta/dpo/config_qlora.yaml of huggingface/alignment-handbook, on one process.
-    "dpo": {
-        "lora": {
-            "r": 128,
-            "lora_alpha": 128,
-            "lora_dropout": 0.05,
-            "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-        },
-        "data": {"max_length": 1024},
-        "train": {
-            "epochs": 1,
-            "batch_size": 16,
-            "lr": 5e-6,
-            "schedule": "cosine",
-            "warmup_ratio": 0.1,
-            "warmup_from_zero": True,
-            "objective": {"kind": "dpo", "beta": 0.01},
-        },
-    },
-}
 # Keys of a group that belong together: if one of them is given, the others are not taken from elsewhere.
 _TARGETS = {"target_modules", "target_parameters", "pieces"}
 TOGETHER: Mapping[str, Collection[Collection[str]]] = {
     "train": [{"steps", "epochs"}, {"warmup_steps", "warmup_ratio"}],
     "lora": [_TARGETS],
 }
+
+
+@functools.cache
+def presets() -> Mapping[str, Mapping[str, Any]]:
+    """Name -> the groups of a run file that it fills in."""
+    values: dict[str, Any] = parse_yaml(Path(__file__).with_name("presets.yaml").read_text(encoding="utf-8"))
+    return values
 
 
 def filled(
@@ -127,9 +54,9 @@ def with_preset(tree: Mapping[str, Any], *, facts: Callable[[], Facts] | None = 
     name = tree.get("preset")
     if name is None:
         return dict(tree)
-    if not isinstance(name, str) or name not in PRESETS:
-        raise UserError(f"preset: {name!r}", "there is no such preset", did_you_mean(str(name), PRESETS))
-    whole, preset = dict(tree), {group: dict(values) for group, values in PRESETS[name].items()}
+    if not isinstance(name, str) or name not in presets():
+        raise UserError(f"preset: {name!r}", "there is no such preset", did_you_mean(str(name), presets()))
+    whole, preset = dict(tree), {group: dict(values) for group, values in presets()[name].items()}
     if name in OF_MODEL and facts is not None:
         for group, values in OF_MODEL[name](facts(), tree).items():
             preset[group] = preset.get(group, {}) | values
@@ -150,7 +77,7 @@ def resolved(config: Any) -> str:
     lines, of_model = [], dict[str, list[str]]()
     if config.preset in OF_MODEL:
         of_model = {"lora": ["lora_dropout", "rank_pattern"], "train": ["lr"]}
-    for group, values in PRESETS[config.preset].items():
+    for group, values in presets()[config.preset].items():
         inside = [key for key in values.get("objective", ()) if key != "kind"]
         values = dict.fromkeys([*values, *inside, *of_model.get(group, ())])
         shown = own = getattr(config, group)
