@@ -95,12 +95,7 @@ def _data(draft: Draft) -> None:
         found = [_source(draft, f"test_datasets[{number}]", each) for number, each in enumerate(tests)]
         put_sources(draft, "data.eval", found, "test_datasets")
     elif share := draft.take("val_set_size"):
-        whole = float(share) >= 1
-        draft.put(
-            "data.eval",
-            int(share) if whole else float(share),
-            "val_set_size; drawn by the seed, not the same rows as there",
-        )
+        loop.held_out(draft, "val_set_size", is_number=share >= 1)
     draft.take("val_set_size")
     draft.put("data.max_length", int(draft.take("sequence_len", default=512)), "sequence_len")
     cut = str(draft.take("excess_length_strategy", default="drop"))
@@ -190,12 +185,7 @@ def _columns(draft: Draft, where: str, entry: dict[str, Any]) -> dict[str, str]:
             draft.lose(
                 f"{where}.message_property_mappings.{part}", name, "messages have role and content, or from and value"
             )
-    fields = {
-        "field": "text",
-        "field_chosen": "chosen",
-        "field_rejected": "rejected",
-        "field_tools": "tools",
-    }
+    fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools"}
     for theirs, ours in fields.items():
         if (name := entry.pop(theirs, None)) and name != ours:
             found[ours] = name
@@ -262,14 +252,9 @@ def _loop(draft: Draft) -> None:
         draft.say(
             "a step's loss is the mean of the means of its micro-batches there (0.19.0), here over all its tokens"
         )
-    for name, ours in {
-        "context_parallel_size": "cp",
-        "sequence_parallel_degree": "cp",
-        "tensor_parallel_size": "tp",
-        "expert_parallel_size": "ep",
-    }.items():
-        if int(draft.take(name, default=1)) > 1:
-            draft.lose(name, draft.recipe.given[name], f"write topology: {ours}=N, and divide train.batch_size by it")
+    axes = {"context_parallel_size": "cp", "sequence_parallel_degree": "cp"}
+    axes |= {"tensor_parallel_size": "tp", "expert_parallel_size": "ep"}
+    loop.own_topology(draft, axes)
     draft.take("dp_shard_size", "dp_replicate_size")
     lr = loop.rate(draft)
     loop.length(

@@ -14,41 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config.foreign.fact import Fact, Trainer
-from meshlora.run.config.foreign.trainers import facts_of
+from meshlora.run.config.foreign.trainers import NUMBERS, facts_of
 from meshlora_ground.errors import UserError, one_line
 
 _MOST = 10**15
-# Keys whose values are numbers with every trainer: the last part of their names.
-_NUMBERS = frozenset(
-    (
-        *("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size"),
-        *("global_batch_size", "local_batch_size", "learning_rate", "lr", "min_lr", "num_train_epochs"),
-        *("num_epochs", "epochs", "max_steps", "max_steps_per_epoch", "warmup_steps", "warmup_ratio"),
-        *("num_warmup_steps", "lr_warmup_steps", "cosine_min_lr_ratio", "min_lr_rate", "min_lr_ratio"),
-        *("lr_end", "power", "num_cycles", "num_decay_steps", "saves_per_epoch", "evals_per_epoch"),
-        *("save_steps", "eval_steps", "save_total_limit", "logging_steps", "log_every_n_steps"),
-        *("run_val_every_n_steps", "ckpt_every_steps", "val_every_steps", "early_stopping_patience"),
-        *("early_stopping_steps", "seed", "data_seed", "random_state", "ddp_timeout", "timeout_minutes"),
-        *("sequence_len", "cutoff_len", "max_length", "max_seq_length", "max_seq_len"),
-        *("packed_sequence_size", "val_set_size", "val_size", "split_dataset_ratio", "lora_r", "lora_rank"),
-        *("r", "dim", "lora_alpha", "alpha", "lora_dropout", "weight_decay", "max_grad_norm"),
-        *("clip_grad_norm", "max_norm", "rl_beta", "dpo_beta", "pref_beta", "beta", "orpo_alpha"),
-        *("label_smoothing", "label_smoothing_factor", "kto_desirable_weight", "kto_undesirable_weight"),
-        *("kto_chosen_weight", "kto_rejected_weight", "desirable_weight", "undesirable_weight"),
-        *("dpo_label_smoothing", "pissa_iter", "context_parallel_size", "sequence_parallel_degree"),
-        *("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size", "tensor_parallel_dim"),
-        *(
-            "num_processes",
-            "loss_watchdog_threshold",
-            "loss_watchdog_patience",
-            "quantization_bit",
-            "quant_bits",
-            "adam_beta1",
-            "adam_beta2",
-            "adam_epsilon",
-        ),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -107,7 +76,7 @@ class Draft:
 
     def _checked(self, name: str, value: Any) -> Any:
         """`value`, as a number where it must be one. Raises: UserError: it is none."""
-        if name.rpartition(".")[2] not in _NUMBERS or value is None:
+        if name.rpartition(".")[2] not in NUMBERS or value is None:
             return value
         try:
             if isinstance(value, str):

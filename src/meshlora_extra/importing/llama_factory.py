@@ -71,12 +71,7 @@ def _data(draft: Draft, beside: Beside, stage: str) -> None:
     if tests := _names(draft.take("eval_dataset")):
         put_sources(draft, "data.eval", [_source(draft, beside, each, stage) for each in tests], "eval_dataset")
     elif share := draft.take("val_size"):
-        whole = float(share) > 1
-        draft.put(
-            "data.eval",
-            int(share) if whole else float(share),
-            "val_size; drawn by the seed, not the same rows as there",
-        )
+        loop.held_out(draft, "val_size", is_number=share > 1)
     draft.take("val_size")
     draft.put("data.max_length", int(draft.take("cutoff_len", default=2048)), "cutoff_len")
     draft.put("data.too_long", "truncate", "cutoff_len")
@@ -199,20 +194,7 @@ def _objective(draft: Draft, stage: str) -> None:
 
 
 def _loop(draft: Draft) -> None:
-    loop.sizes(
-        draft,
-        draft.take("per_device_train_batch_size", default=8),
-        draft.take("gradient_accumulation_steps", default=1),
-        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
-    )
-    lr = loop.rate(draft, default=5e-5)
-    loop.length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
-    loop.warmup(draft)
-    loop.evaluation(draft)
-    loop.optimizer(draft, draft.take("optim", default="adamw_torch"), whose="optim")
-    loop.loop(draft, lr)
-    loop.output(draft, "output_dir")
-    loop.seed(draft, "seed", "data_seed")
+    loop.arguments(draft, {"per_device_train_batch_size": 8, "learning_rate": 5e-5})
     loop.recompute(
         draft,
         not loop.is_true(draft.take("disable_gradient_checkpointing")),

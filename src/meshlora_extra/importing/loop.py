@@ -6,28 +6,13 @@ them to the functions here.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from meshlora.run.config.foreign.trainers import OPTIMIZERS, SCHEDULES
 from meshlora_extra.importing.draft import Draft
 
 _LONGEST_TIMEOUT_S = 10**7
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
-    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw", "torch.optim.adamw"), "adamw"),
-    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit"),
-}
-# Those with options of their own are read together with these (`meshlora_extra.importing.schedule`).
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-    "cosine_with_restarts": "cosine_with_restarts",
-    "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "warmup_stable_decay",
-}
 
 
 def sizes(draft: Draft, per_process: Any, accumulation: Any, *, whose: str) -> None:
@@ -83,7 +68,7 @@ def warmup(draft: Draft, *, ratio: Any = None, ratio_why: str = "") -> None:
 def schedule(draft: Draft, name: Any, lr: float, options: Any, *, whose: str) -> None:
     """The schedule by its name, with the options that transformers gives it."""
     options = dict(options) if isinstance(options, dict) else {}
-    ours = _SCHEDULES.get(str(name).lower())
+    ours = SCHEDULES.get(str(name).lower())
     if ours is None:
         draft.lose(whose, name, "no schedule here is that")
         return
@@ -116,7 +101,7 @@ def least_rate(draft: Draft, share: Any, lr: float, *, whose: str) -> None:
 
 
 def optimizer(draft: Draft, name: Any, *, whose: str) -> None:
-    ours = _OPTIMIZERS.get(str(name).lower())
+    ours = OPTIMIZERS.get(str(name).lower())
     if ours is None:
         draft.lose(whose, name, "the optimizers here are adamw, adamw_8bit and lora_fa")
     else:
@@ -195,10 +180,8 @@ def evaluation(draft: Draft, *, default_steps: Any = None, is_on: bool = False) 
 
 def keeping(draft: Draft) -> None:
     """The best checkpoint, and an early end."""
-    best, patience = (
-        draft.take("load_best_model_at_end"),
-        draft.take("early_stopping_patience", "early_stopping_steps", "early_stop_interval"),
-    )
+    best = draft.take("load_best_model_at_end")
+    patience = draft.take("early_stopping_patience", "early_stopping_steps", "early_stop_interval")
     if (best or patience) and not draft.values.get("train.eval_every"):
         draft.say("load_best_model_at_end and early stopping go by evaluations, of which there are none")
         return
@@ -284,16 +267,38 @@ def device(draft: Draft) -> None:
         draft.say("sharding over one process is none; give --nproc N, or num_processes in an accelerate file")
 
 
-def loop(draft: Draft, lr: float) -> None:
-    """All that has the same name in every trainer of transformers' arguments, but sizes, length and data."""
-    schedule_name = draft.take("lr_scheduler_type", default=draft.recipe.trainer.defaults["train.schedule"])
-    schedule(
+def own_topology(draft: Draft, axes: dict[str, str]) -> None:
+    """Note splits of tensors or sequences, which sizes depend on. axes: their key -> our axis."""
+    for name, ours in axes.items():
+        if int(draft.take(name, default=1)) > 1:
+            draft.lose(name, draft.recipe.given[name], f"write topology: {ours}=N, and divide train.batch_size by it")
+
+
+def held_out(draft: Draft, name: str, *, is_number: bool) -> None:
+    """The share of `data.train` that is scored, or the number of its rows."""
+    share = float(draft.take(name))
+    draft.put("data.eval", int(share) if is_number else share, f"{name}; drawn by the seed, not the same rows as there")
+
+
+def arguments(draft: Draft, usual: Mapping[str, Any], *, ratio_why: str = "", **evaluated: Any) -> None:
+    """All that has the same name in every trainer of transformers' arguments, but data.
+
+    usual: the defaults of the trainer. ratio_why: of its warm-up. evaluated: of `evaluation`.
+    """
+    sizes(
         draft,
-        schedule_name,
-        lr,
-        draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs"),
-        whose="lr_scheduler_type",
+        draft.take("per_device_train_batch_size", default=usual["per_device_train_batch_size"]),
+        draft.take("gradient_accumulation_steps", default=usual.get("gradient_accumulation_steps", 1)),
+        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
     )
+    lr = rate(draft, default=usual["learning_rate"])
+    length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
+    warmup(draft, ratio=usual.get("warmup_ratio"), ratio_why=ratio_why)
+    evaluation(draft, **evaluated)
+    optimizer(draft, draft.take("optim", default=usual.get("optim", "adamw_torch")), whose="optim")
+    name = draft.take("lr_scheduler_type", default=draft.recipe.trainer.defaults["train.schedule"])
+    options = draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs")
+    schedule(draft, name, lr, options, whose="lr_scheduler_type")
     saving(draft)
     logging(draft)
     keeping(draft)
@@ -303,3 +308,5 @@ def loop(draft: Draft, lr: float) -> None:
     tracking(draft, draft.take("report_to", default="none"), whose="report_to")
     if smoothing := draft.take("label_smoothing_factor"):
         draft.put("train.objective", {"kind": "sft", "label_smoothing": float(smoothing)}, "label_smoothing_factor")
+    output(draft, "output_dir")
+    seed(draft, "seed", "data_seed")

@@ -88,8 +88,8 @@ def _data(draft: Draft, method: str) -> None:
     if tests:
         found = [_source(draft, str(each)) for each in (tests if isinstance(tests, list) else str(tests).split())]
         put_sources(draft, "data.eval", found, "val_dataset")
-    elif share := draft.take("split_dataset_ratio"):
-        draft.put("data.eval", float(share), "split_dataset_ratio; drawn by the seed, not the same rows as there")
+    elif draft.take("split_dataset_ratio"):
+        loop.held_out(draft, "split_dataset_ratio", is_number=False)
     draft.take("split_dataset_ratio")
     if (limit := draft.take("max_length")) is not None:
         draft.put("data.max_length", int(limit), "max_length")
@@ -176,24 +176,7 @@ def _objective(draft: Draft, method: str) -> None:
 
 def _loop(draft: Draft) -> None:
     micro = int(draft.take("per_device_train_batch_size", default=1))
-    usual = -(-16 // (micro * draft.num_processes))
-    loop.sizes(
-        draft,
-        micro,
-        draft.take("gradient_accumulation_steps", default=usual),
-        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
-    )
-    if int(draft.take("sequence_parallel_size", default=1)) > 1:
-        draft.lose(
-            "sequence_parallel_size",
-            draft.recipe.given["sequence_parallel_size"],
-            "write topology: cp=N, and divide train.batch_size by it",
-        )
-    lr = loop.rate(draft, default=1e-4)
-    loop.length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
-    loop.warmup(draft)
-    loop.evaluation(draft, default_steps=draft.recipe.given.get("save_steps", 500), is_on=True)
-    loop.optimizer(draft, draft.take("optim", default="adamw_torch"), whose="optim")
-    loop.loop(draft, lr)
-    loop.output(draft, "output_dir")
-    loop.seed(draft, "seed", "data_seed")
+    usual = {"per_device_train_batch_size": 1, "learning_rate": 1e-4}
+    usual["gradient_accumulation_steps"] = -(-16 // (micro * draft.num_processes))
+    loop.own_topology(draft, {"sequence_parallel_size": "cp"})
+    loop.arguments(draft, usual, default_steps=draft.recipe.given.get("save_steps", 500), is_on=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshlora_extra.importing import loop
 from meshlora_extra.importing.draft import Draft
 from meshlora_extra.importing.sources import preferences, put_sources, source
@@ -105,14 +103,9 @@ def _data(draft: Draft, is_pairs: bool) -> None:
     if limit is not None:
         draft.put("data.max_length", int(limit), "tokenizer.max_seq_len")
         draft.say("tokenizer.max_seq_len: the last token of a cut sequence is replaced by its end there")
-    if draft.take("tokenizer.prompt_template") is not None:
-        draft.lose(
-            "tokenizer.prompt_template",
-            draft.recipe.given["tokenizer.prompt_template"],
-            "data.prompt has styles by name",
-        )
-    shuffled = draft.take("shuffle")
-    if shuffled is False:
+    if (template := draft.take("tokenizer.prompt_template")) is not None:
+        draft.lose("tokenizer.prompt_template", template, "data.prompt has styles by name")
+    if draft.take("shuffle") is False:
         draft.put("data.shuffle", False, "shuffle")
     _validation(draft)
 
@@ -144,11 +137,8 @@ def _columns(draft: Draft, usual: dict[str, str]) -> dict[str, str]:
 
 def _validation(draft: Draft) -> None:
     name = str(draft.take("dataset_val._component_", default="")).rpartition(".")[2]
-    split, own, every = (
-        draft.take("dataset_val.split"),
-        draft.take("dataset_val.source"),
-        draft.take("run_val_every_n_steps"),
-    )
+    split, own = draft.take("dataset_val.split"), draft.take("dataset_val.source")
+    every = draft.take("run_val_every_n_steps")
     if not name:
         return
     path = own or (_DATASETS.get(name) or (None,))[0] or name
@@ -188,17 +178,14 @@ def _optimizer(draft: Draft) -> None:
     else:
         draft.lose("optimizer._component_", name, "the optimizers here are adamw, adamw_8bit and lora_fa")
     loop.rate(draft, name="optimizer.lr", default=1e-3)
-    decay, betas = draft.take("optimizer.weight_decay"), draft.take("optimizer.betas")
-    if decay is not None:
+    if (decay := draft.take("optimizer.weight_decay")) is not None:
         draft.put("train.weight_decay", decay, "optimizer.weight_decay")
-    _betas(draft, betas)
+    loop.betas(draft, draft.take("optimizer.betas"), whose="optimizer.betas")
 
 
 def _curve(draft: Draft) -> None:
-    warm, curve = (
-        draft.take("lr_scheduler.num_warmup_steps", "num_warmup_steps"),
-        draft.take("lr_scheduler._component_"),
-    )
+    warm = draft.take("lr_scheduler.num_warmup_steps", "num_warmup_steps")
+    curve = draft.take("lr_scheduler._component_")
     if curve is not None:
         if not str(curve).endswith("get_cosine_schedule_with_warmup"):
             draft.lose("lr_scheduler._component_", curve, "no schedule here is that")
@@ -228,17 +215,8 @@ def _events(draft: Draft) -> None:
         {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}.get(logger.rpartition(".")[2], []),
         whose="metric_logger",
     )
-    if int(draft.take("tensor_parallel_dim", default=1)) > 1:
-        draft.lose(
-            "tensor_parallel_dim",
-            draft.recipe.given["tensor_parallel_dim"],
-            "write topology: tp=N, and divide train.batch_size by it",
-        )
+    loop.own_topology(draft, {"tensor_parallel_dim": "tp"})
     loop.device(draft)
-
-
-def _betas(draft: Draft, given: Any) -> None:
-    loop.betas(draft, given, whose="optimizer.betas")
 
 
 def _adapter(draft: Draft) -> None:

@@ -187,21 +187,8 @@ def objective(draft: Draft, method: str) -> None:
 
 def arguments(draft: Draft, method: str, usual: dict[str, Any] | None = None) -> None:
     """Arguments of the trainer. usual: its defaults, where they are not TRL's."""
-    usual = usual or {}
-    loop.sizes(
-        draft,
-        draft.take("per_device_train_batch_size", default=usual.get("per_device_train_batch_size", 8)),
-        draft.take("gradient_accumulation_steps", default=usual.get("gradient_accumulation_steps", 1)),
-        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
-    )
-    lr = loop.rate(draft, default=usual.get("learning_rate", _RATES[method]))
-    loop.length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
-    loop.warmup(draft, ratio=usual.get("warmup_ratio"), ratio_why=f"the default of {draft.title}")
-    loop.evaluation(draft)
-    loop.optimizer(draft, draft.take("optim", default=usual.get("optim", "adamw_torch_fused")), whose="optim")
-    loop.loop(draft, lr)
-    loop.output(draft, "output_dir")
-    loop.seed(draft, "seed", "data_seed")
+    own = {"per_device_train_batch_size": 8, "learning_rate": _RATES[method], "optim": "adamw_torch_fused"}
+    loop.arguments(draft, own | (usual or {}), ratio_why=f"the default of {draft.title}")
     loop.recompute(
         draft,
         draft.take("gradient_checkpointing", "activation_checkpointing", default=True),

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
+from meshlora.run.config.foreign.trainers import OF_SFT_CONFIG
 from meshlora_extra.importing import loop, trl
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import (
-    factors,
-    no_dropout,
-    put_data,
-    quantized,
-    settle_adapter,
-    targets,
-    template,
-)
+from meshlora_extra.importing.sources import factors, no_dropout, put_data, quantized, settle_adapter, targets, template
 
 _SEVEN = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-# What SFTConfig defaults to once unsloth has patched it; plain TrainingArguments keep transformers' own.
-_OF_SFT_CONFIG = {
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 5e-5,
-    "optim": "adamw_8bit",
-    "weight_decay": 0.001,
-    "warmup_ratio": 0.1,
-    "seed": 3407,
-    "logging_steps": 1,
-}
 
 
 def rules(draft: Draft) -> None:
@@ -51,11 +33,11 @@ def rules(draft: Draft) -> None:
     draft.take("train_on_responses_only")
     trl.objective(draft, method)
     patched = draft.take("config_class") == "SFTConfig"
-    trl.arguments(draft, method, _OF_SFT_CONFIG if patched else None)
+    trl.arguments(draft, method, OF_SFT_CONFIG if patched else None)
     if patched:
         for name, ours in {"weight_decay": "train.weight_decay", "logging_steps": "train.log_every"}.items():
             if draft.recipe.given.get(name) is None:
-                draft.put(ours, _OF_SFT_CONFIG[name], f"the default of {draft.title}")
+                draft.put(ours, OF_SFT_CONFIG[name], f"the default of {draft.title}")
     seed = draft.take("random_state")
     if seed is not None and "train.seed" not in draft.values:
         draft.put("train.seed", int(seed), "random_state")

@@ -43,6 +43,19 @@ def _fact(*, here: str = "", note: str = "", values: Any = None, off: Sequence[A
 _TRANSFORMERS = _read("transformers")
 INHERITED = _facts(_TRANSFORMERS["facts"])
 OTHERS = _facts(_read("others")["facts"])
+NUMBERS = frozenset(_TRANSFORMERS["numbers"].split())
+
+
+def _ours(names: dict[str, str]) -> dict[str, str]:
+    """Their name -> ours."""
+    found = {}
+    for ours, theirs in names.items():
+        found |= dict.fromkeys(theirs.split(), ours)
+    return found
+
+
+OPTIMIZERS, SCHEDULES = _ours(_TRANSFORMERS["optimizers"]), _ours(_TRANSFORMERS["schedules"])
+OF_SFT_CONFIG: dict[str, Any] = _read("unsloth")["of_sft_config"]
 
 
 def _trainer(name: str) -> Trainer:
