@@ -48,7 +48,7 @@ NUMBERS = frozenset(_TRANSFORMERS["numbers"].split())
 
 def _ours(names: dict[str, str]) -> dict[str, str]:
     """Their name -> ours."""
-    found = {}
+    found: dict[str, str] = {}
     for ours, theirs in names.items():
         found |= dict.fromkeys(theirs.split(), ours)
     return found
