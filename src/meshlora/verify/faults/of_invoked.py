@@ -40,17 +40,15 @@ def invoked_by_the_neighbours_row(acts: Tensor, *_: Any, **__: Any) -> Tensor:
 
 
 @around(rows, "_occurrences", needs={Feature.INVOKED})
-def invoked_by_the_first_token_alone(original: Any, ids: Tensor, invocation: Sequence[int], *rest: Any) -> Tensor:
+def invoked_by_the_first_token_alone(original: Any, ids: Tensor, invocation: Sequence[int], *rest: Any) -> Any:
     """all tokens of the invocation are needed"""
-    found: Tensor = original(ids, invocation[:1], *rest)
-    return found
+    return original(ids, invocation[:1], *rest)
 
 
 @around(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.PACKING})
-def invoked_by_the_row_not_the_sequence(original: Any, ids: Tensor, invocation: Any, *_: Any, **__: Any) -> Tensor:
+def invoked_by_the_row_not_the_sequence(original: Any, ids: Tensor, invocation: Any, *_: Any, **__: Any) -> Any:
     """each sequence of a packed row is invoked by its own tokens"""
-    found: Tensor = original(ids, invocation)
-    return found
+    return original(ids, invocation)
 
 
 @around(linear.ActiveRows, "drop", needs={Feature.INVOKED, Feature.LORA_DROPOUT})

@@ -96,17 +96,15 @@ def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_not_truncated(original: Any, objective: Any, gap: Tensor) -> Tensor:
+def engine_weight_not_truncated(original: Any, objective: Any, gap: Tensor) -> Any:
     """the weight that corrects for the engine is at most the cap"""
-    found: Tensor = original(replace(objective, importance_cap=1e6), gap)
-    return found
+    return original(replace(objective, importance_cap=1e6), gap)
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_upside_down(original: Any, objective: Any, gap: Tensor) -> Tensor:
+def engine_weight_upside_down(original: Any, objective: Any, gap: Tensor) -> Any:
     """the weight that corrects for the engine is of the trainer's probability to the engine's"""
-    found: Tensor = original(objective, -gap)
-    return found
+    return original(objective, -gap)
 
 
 @after(policies, "importance", needs={Feature.IMPORTANCE})
@@ -134,24 +132,21 @@ def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
 
 
 @around(policies, "engine_gap", needs={Feature.CORRECTS_SEQUENCES})
-def engine_weight_of_each_token(original: Any, objective: Any, *seen: Any) -> Tensor:
+def engine_weight_of_each_token(original: Any, objective: Any, *seen: Any) -> Any:
     """the weight that corrects for the engine is of the whole sequence"""
-    found: Tensor = original(replace(objective, correction="token_truncate"), *seen)
-    return found
+    return original(replace(objective, correction="token_truncate"), *seen)
 
 
 @around(policies, "importance", needs={Feature.MASKS_WEIGHTS})
-def engine_weight_cut_not_masked(original: Any, objective: Any, gap: Tensor) -> Tensor:
+def engine_weight_cut_not_masked(original: Any, objective: Any, gap: Tensor) -> Any:
     """what is out of the bounds of the weight is left out"""
-    found: Tensor = original(replace(objective, correction="token_truncate"), gap)
-    return found
+    return original(replace(objective, correction="token_truncate"), gap)
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE_FLOOR})
-def engine_weight_without_floor(original: Any, objective: Any, gap: Tensor) -> Tensor:
+def engine_weight_without_floor(original: Any, objective: Any, gap: Tensor) -> Any:
     """the weight that corrects for the engine has the lower bound that is configured"""
-    found: Tensor = original(replace(objective, importance_floor=0.0), gap)
-    return found
+    return original(replace(objective, importance_floor=0.0), gap)
 
 
 @of_formula(needs={Feature.DELTA})
@@ -173,10 +168,9 @@ def sequences_far_off_kept(objective: Any, sampled: Tensor, seen: Any) -> Tensor
 
 
 @around(policies, "is_kept", needs={Feature.OFF_POLICY_MASK})
-def sequences_left_out_by_their_sum(original: Any, objective: Any, sampled: Tensor, seen: Any) -> Tensor:
+def sequences_left_out_by_their_sum(original: Any, objective: Any, sampled: Tensor, seen: Any) -> Any:
     """how far a sequence is off is the mean over its tokens"""
-    found: Tensor = original(objective, seen.log_p + (sampled - seen.log_p) * policies.num_tokens(seen), seen)
-    return found
+    return original(objective, seen.log_p + (sampled - seen.log_p) * policies.num_tokens(seen), seen)
 
 
 @instead_of(advantages, "without_truncated", needs={Feature.MASKS_TRUNCATED})
@@ -222,10 +216,9 @@ def entropies_of_one_rank(values: Tensor, axis: Any) -> Tensor:
 
 
 @around(entropies, "least_kept", needs={Feature.TOP_ENTROPY})
-def share_of_least_entropy(original: Any, entropies: Tensor, share: float) -> Tensor:
+def share_of_least_entropy(original: Any, entropies: Tensor, share: float) -> Any:
     """the share is of the tokens that are trained"""
-    found: Tensor = original(entropies, 1 - share)
-    return found
+    return original(entropies, 1 - share)
 
 
 @around(policies, "surrogate", needs={Feature.SAPO})
@@ -242,19 +235,17 @@ def sapo_temperatures_at_default(original: Any, objective: Any, *seen: Tensor) -
 
 
 @around(policies, "sequence_weight", needs={Feature.VESPO})
-def vespo_sides_exchanged(original: Any, objective: Any, *seen: Any) -> Tensor:
+def vespo_sides_exchanged(original: Any, objective: Any, *seen: Any) -> Any:
     """each sign of the advantage has its k and lambda"""
     names = {"vespo_k_pos": "vespo_k_neg", "vespo_lambda_pos": "vespo_lambda_neg"}
     names |= {other: name for name, other in names.items()}
-    found: Tensor = original(replace(objective, **{a: getattr(objective, b) for a, b in names.items()}), *seen)
-    return found
+    return original(replace(objective, **{a: getattr(objective, b) for a, b in names.items()}), *seen)
 
 
 @around(policies, "sequence_weight", needs={Feature.VESPO})
-def vespo_at_default(original: Any, objective: Any, *seen: Any) -> Tensor:
+def vespo_at_default(original: Any, objective: Any, *seen: Any) -> Any:
     """the weight of a sequence falls and rises as configured"""
-    found: Tensor = original(type(objective)(loss="vespo"), *seen)
-    return found
+    return original(type(objective)(loss="vespo"), *seen)
 
 
 @around(policies, "sequence_weight", needs={Feature.VESPO})
@@ -289,10 +280,9 @@ def entropy_coef_halved(original: Any, objective: Any, seen: Any) -> Any:
 
 
 @around(policies, "divergence", needs={Feature.KL_ESTIMATE})
-def divergence_estimated_by_default(original: Any, objective: Any, difference: Tensor) -> Tensor:
+def divergence_estimated_by_default(original: Any, objective: Any, difference: Tensor) -> Any:
     """the divergence is estimated as configured"""
-    found: Tensor = original(replace(objective, kl="k3"), difference)
-    return found
+    return original(replace(objective, kl="k3"), difference)
 
 
 @around(advantages, "group_advantages", needs={Feature.GRPO})
@@ -357,8 +347,7 @@ def base_goes_to_the_experts_of_the_engine(original: Any, self: Any, number: int
 
 
 @around(batches, "collate", needs={Feature.GRPO})
-def grpo_prompts_trained(original: Any, sequences: Any, **rest: Any) -> Batch:
+def grpo_prompts_trained(original: Any, sequences: Any, **rest: Any) -> Any:
     """the tokens of the prompt are not trained"""
     every = [replace(one, is_trained=np.ones_like(one.is_trained)) for one in sequences]
-    found: Batch = original(every, **rest)
-    return found
+    return original(every, **rest)

@@ -95,10 +95,9 @@ def longer_answer_counts_whole(found: Tensor, *_: Any) -> Tensor:
 
 
 @around(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})
-def shorter_answer_of_the_next_pair(original: Any, objective: Dpo, is_trained: Tensor) -> Tensor:
+def shorter_answer_of_the_next_pair(original: Any, objective: Dpo, is_trained: Tensor) -> Any:
     """lengths are compared within a pair"""
-    found: Tensor = original(objective, is_trained.roll(1, 0))
-    return found
+    return original(objective, is_trained.roll(1, 0))
 
 
 @around(pairs, "score", needs={Feature.F_DIVERGENCE})
@@ -108,10 +107,9 @@ def scores_of_the_reverse_kl(original: Any, objective: Dpo, ratio: Tensor) -> Te
 
 
 @around(pairs, "score", needs={Feature.ALPHA})
-def alpha_at_default(original: Any, objective: Dpo, ratio: Tensor) -> Tensor:
+def alpha_at_default(original: Any, objective: Dpo, ratio: Tensor) -> Any:
     """the alpha of a divergence is as configured"""
-    found: Tensor = original(replace(objective, f_alpha=Dpo.f_alpha), ratio)
-    return found
+    return original(replace(objective, f_alpha=Dpo.f_alpha), ratio)
 
 
 @around(preferences, "on_policy", needs={Feature.WEIGHTED_PAIRS})

@@ -28,10 +28,9 @@ BACK = (messages._TakeOver, "backward")
 
 
 @around(stages, "hand_on", needs={Feature.PP})
-def stream_of_other_tokens_sent(original: Any, x: Tensor, *channels: Any) -> Tensor:
+def stream_of_other_tokens_sent(original: Any, x: Tensor, *channels: Any) -> Any:
     """a stage sends the residual stream of the micro-batch, in its order"""
-    found: Tensor = original(x.flip(0, 1), *channels)  # of one sequence the order of its tokens
-    return found
+    return original(x.flip(0, 1), *channels)  # of one sequence the order of its tokens
 
 
 @around(*BACK, needs={Feature.PP})
