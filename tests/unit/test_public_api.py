@@ -15,7 +15,7 @@ from tests.for_each import for_each
 
 PROMISED = [
     (alias.name, node.module)
-    for node in ast.walk(ast.parse(Path(meshlora.__file__).read_text()))
+    for node in ast.walk(ast.parse(Path(meshlora.__file__).with_suffix(".pyi").read_text()))
     if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("meshlora")
     for alias in node.names
 ]
