@@ -379,8 +379,9 @@ def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> 
 
 
 def _without_matrix(name: str, held: int, reference: Trace, topology: Topology, rank: int) -> list[int]:
-    """The experts on a rank whose factors are alone there: those behind all that the ranks of ep hold matrices of, which
-    the model's own code multiplies with nothing (longcat_flash); they are dealt out as the others are.
+    """The experts on a rank whose factors are alone there: those behind all that the ranks of ep hold matrices of.
+
+    The model's own code multiplies them with nothing (longcat_flash); they are dealt out as the others are.
     """
     stack = reference.stacks.get(name)
     total, routed = stack.num_experts if stack else 0, held * topology.ep

@@ -435,8 +435,9 @@ def _check_operations(key: str, operations: Sequence[Any]) -> tuple[bool, int]:
     kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in operations]
     if len(kinds) > 1 and kinds[-1] == ("Transpose", None):
         del kinds[-1]
-    if kinds in ([("Concatenate", 0)], [("Concatenate", 1)]):  # of stacks the second (step3p7)
-        return False, kinds[0][1]
+    for dim in (0, 1):  # 1: of stacks (step3p7)
+        if kinds == [("Concatenate", dim)]:
+            return False, dim
     if kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
         return True, 0
     raise UnsupportedError(key, f"its conversion on load ({[name for name, _ in kinds]}) is not supported yet")

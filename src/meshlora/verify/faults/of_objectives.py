@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -18,113 +19,20 @@ from meshlora.verify.faults.fault import after, around, instead_of
 from meshlora.verify.faults.formulas import of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.errors import UserError, did_you_mean
-from meshlora_ground.objective import Objective, Sft
-from meshlora_ground.objectives.distillation import ITSELF, Distill
-from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
-from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, PairLoss, Simpo
-from meshlora_ground.objectives.rewards import Reward
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.kinds import KINDS
+from meshlora_ground.objectives.labels import Embed
+from meshlora_ground.objectives.preferences import Dpo, Kto, PairLoss
+from meshlora_ground.yaml_reading import parse_yaml
 
-# Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
-PROVED: dict[str, Objective] = {
-    "sft": Sft(label_smoothing=0.1),
-    "dft": Sft(loss="dft"),
-    "policy": Policy(clip_low=0.15, clip_high=0.3, delta=1.5, kl_coef=0.1, importance_cap=1.2, reference="base"),
-    "grpo": Grpo(
-        clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
-    ),
-    "gspo": Grpo(ratio="sequence", mean_over="sequence", clip_low=0.03, clip_high=0.05, importance_cap=1.2),
-    "dr_grpo": Grpo(
-        scale_rewards="none",
-        mean_over="constant",
-        max_completion_length=9,
-        clip_low=0.1,
-        clip_high=0.25,
-        importance_cap=None,
-        kl_coef=0.2,
-        kl="k1",
-    ),
-    "cispo": Grpo(
-        loss="cispo",
-        clip_low=0.4,
-        clip_high=0.1,
-        importance_cap=1.1,
-        kl_coef=0.1,
-        entropy_coef=0.3,
-        top_entropy=0.35,
-    ),
-    "sapo": Grpo(
-        loss="sapo",
-        sapo_temperature_pos=1.4,
-        sapo_temperature_neg=0.7,
-        mean_over="sequence",
-        correction="sequence_mask",
-        importance_cap=1.5,
-        importance_floor=0.4,
-        mask_truncated=True,
-        kl_coef=0.1,
-        kl_correction=True,
-    ),
-    "vespo": Grpo(
-        loss="vespo",
-        vespo_k_pos=0.7,
-        vespo_lambda_pos=0.9,
-        vespo_k_neg=0.4,
-        vespo_lambda_neg=0.6,
-        correction="token_mask",
-        importance_cap=1.3,
-    ),
-    "luspo": Grpo(
-        ratio="sequence",
-        mean_over="constant",
-        max_completion_length=1,
-        clip_low=0.03,
-        clip_high=0.05,
-        off_policy_mask=0.5,
-        correction="sequence_truncate",
-        importance_cap=1.6,
-        importance_floor=0.7,
-        kl_coef=0.1,
-        kl_correction=True,
-    ),
-    "dpo": Dpo(beta=0.3, label_smoothing=0.1),
-    "ipo": Dpo(beta=0.4, loss="ipo", length_weight=0.3),
-    "dpo_differences": Dpo(
-        beta=0.3,
-        loss=["robust", "discopop", "hinge", "sft"],
-        loss_weights=[0.9, 0.4, 1.2, 0.7],
-        label_smoothing=0.2,
-        discopop_tau=0.6,
-        f_divergence="alpha_divergence",
-        f_alpha=0.4,
-    ),
-    "dpo_answers": Dpo(
-        beta=0.3,
-        loss=["apo_zero", "apo_down", "nca_pair", "bco_pair", "sppo_hard"],
-        loss_weights=[1.1, 0.8, 0.4, 0.6, 0.05],
-        reference="base",
-    ),
-    "dpo_normed": Dpo(beta=0.3, loss=["exo_pair", "sigmoid_norm"], label_smoothing=0.1, f_divergence="js_divergence"),
-    "wpo": Dpo(beta=0.4, loss=["hinge", "sigmoid"], weighted=True),
-    "dpo_ordered": Dpo(
-        beta=0.4, loss=["aot", "aot_unpaired"], loss_weights=[0.7, 1.3], label_smoothing=0.2, length_weight=0.3
-    ),
-    "simpo": Simpo(beta=1.7, gamma=0.4, label_smoothing=0.1),
-    "orpo": Orpo(beta=0.4),
-    "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, reference="base"),
-    "distill": Distill(teacher="a model", divergence="jsd", beta=0.3, temperature=1.7, cross_entropy=0.2),
-    "distill_top": Distill(teacher="a model", divergence="reverse_kl", top_k=6, rest="renormalize", temperature=0.7),
-    "distill_recorded": Distill(top_k=4, cross_entropy=0.4),
-    "distill_in_context": Distill(teacher=ITSELF, context="Be brief.", divergence="reverse_kl", temperature=1.3),
-    "classify": Classify(labels=["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]),
-    "classify_multi": Classify(num_labels=5, problem="multi"),
-    "regression": Classify(num_labels=2, problem="regression"),
-    "classify_tokens": ClassifyTokens(num_labels=5),
-    "embed": Embed(pooling="last", temperature=0.3),
-    "embed_mean": Embed(temperature=8.0, normalize=False),
-    "embed_cls": Embed(pooling="cls", temperature=0.3),
-    "reward": Reward(center=0.02),
-}
+
+def _proved() -> dict[str, Objective]:
+    """Name -> objective that the command proves, by its kind or else by the name."""
+    rows = parse_yaml(Path(__file__).with_name("objectives.yaml").read_text(encoding="utf-8"))
+    return {name: KINDS[row.pop("kind", name)](**row) for name, row in rows.items()}
+
+
+PROVED = _proved()
 
 
 def _of_losses() -> dict[str, Objective]:

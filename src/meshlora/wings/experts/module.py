@@ -187,9 +187,7 @@ class ParallelExperts(CutsTokens):
                 return tokens.adapters
         return ()
 
-    def _of_choices(
-        self, tokens: Tensor, chosen: Tensor, weights: Tensor, adapters: Sequence[str | None]
-    ) -> Tensor:
+    def _of_choices(self, tokens: Tensor, chosen: Tensor, weights: Tensor, adapters: Sequence[str | None]) -> Tensor:
         """As `_of_own_tokens`, where some choices are experts that give back their input: they cost a multiplication
         here, and no row of theirs is sent.
         """
