@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 import meshlora.model.weights
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.model.inject import parallelize
+from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
@@ -29,6 +30,7 @@ FAMILIES = {
     "qwen3_moe": True,
     "mixtral": True,
     "deepseek_v3": True,
+    "longcat_flash": True,
     "nemotron_h": True,
     "gpt_oss": False,
     "llama4_text": False,
@@ -90,7 +92,7 @@ def expected_part(config: PretrainedConfig, topology: str, rank: int, name: str,
     """By hand: which experts, which of their features. name: of the whole."""
     sizes = Topology.parse(topology)
     etp, ep = rank % sizes.etp, rank // sizes.etp % sizes.ep
-    own = whole.chunk(sizes.ep)[ep]
+    own = whole[: getattr(config, "n_routed_experts", None)].chunk(sizes.ep)[ep]  # without those that compute nothing
     is_bias, leaf = name.endswith("_bias"), name.rpartition(".")[2].removesuffix("_bias")
     is_transposed = config.model_type in ("gpt_oss", "llama4_text")
     if leaf == "down_proj":
@@ -138,6 +140,35 @@ def test_the_same_where_they_are_stored_as_the_model_holds_them(family: str, tmp
     fuse(tmp_path)
     assert not any(re.search(r"experts\.\d+\.", key) for key in load_file(tmp_path / FILE))
     assert_every_part(config, tmp_path, lambda model: CheckpointSource(tmp_path, model))
+
+
+def test_linears_of_single_experts_are_turned_for_a_model_that_takes_rows_from_the_left(tmp_path: Path) -> None:
+    """Those of Llama 4 in compressed-tensors, for which transformers has no conversion."""
+    config = make_checkpoint(tmp_path, "llama4_text")
+    apart = tmp_path / "apart"
+    apart.mkdir()
+    stored: dict[str, Tensor] = {}
+    for key, tensor in load_file(tmp_path / FILE).items():
+        owner, _, leaf = key.rpartition(".")
+        if not owner.endswith(".experts"):
+            stored[key] = tensor
+            continue
+        for expert, matrix in enumerate(tensor):
+            parts = matrix.T.chunk(2) if leaf == "gate_up_proj" else (matrix.T,)
+            for name, part in zip(("gate_proj", "up_proj") if len(parts) > 1 else (leaf,), parts, strict=True):
+                stored[f"{owner}.{expert}.{name}.weight"] = part.contiguous()
+    save_file(stored, apart / FILE, metadata={"format": "pt"})
+    assert_every_part(config, tmp_path, lambda model: CheckpointSource(apart, model))
+
+
+def test_stacks_are_concatenated_along_the_dim_of_their_conversion() -> None:
+    """gate and up of all experts of a layer, as step3p7 stores them."""
+    gate, up = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    parts = tuple(StoredTensor.in_memory(name, tensor) for name, tensor in (("gate", gate), ("up", up)))
+    source = Source({"gate_up": Stored((parts,), dim=1)}, "it")
+    whole = torch.cat([gate, up], 1)
+    assert source.shape("gate_up") == whole.shape
+    assert torch.equal(source.read("gate_up", Part(0, 1, 2), Part(1, 2, 5)), whole[1:2, 2:5])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])

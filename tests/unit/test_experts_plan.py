@@ -21,6 +21,7 @@ from meshlora.plan.derive import plan_model
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertsRule
+from meshlora.plan.table import notes_of_whole
 from meshlora.wings.experts.forms import find_experts
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.model_class import own_class
@@ -31,12 +32,14 @@ from tests.for_each import for_each
 _MODELS: dict[str, Any] = {}
 
 
-def _model(family: str) -> Any:
+def _model(family: str, **sizes: Any) -> Any:
     """On the meta device; not to be changed."""
-    if family not in _MODELS:
+    key = f"{family} {sizes}"
+    if key not in _MODELS:
         with torch.device("meta"):
-            _MODELS[family] = AutoModelForCausalLM.from_config(twin_config(family), experts_implementation="eager")
-    return _MODELS[family]
+            config = twin_config(family, **sizes)
+            _MODELS[key] = AutoModelForCausalLM.from_config(config, experts_implementation="eager")
+    return _MODELS[key]
 
 
 def _rule(family: str, topology: str = "") -> ExpertsRule:
@@ -161,15 +164,36 @@ def test_topology_that_does_not_fit_the_experts_says_what_does(family: str, topo
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("topology", ["", "dp=2,ep=2"])
-@pytest.mark.parametrize("family", ["longcat_flash", "jetmoe"])
-def test_experts_of_a_form_that_is_not_known_are_refused(family: str, topology: str) -> None:
-    with pytest.raises(UnsupportedError, match="do not have the form that most families share"):
-        find_experts(_model(family), Topology.parse(topology))
+@pytest.mark.parametrize("family", ["dbrx", "jetmoe"])
+def test_experts_of_a_form_that_is_not_known_are_whole_on_every_rank(family: str) -> None:
+    """Said, with what that costs; over ep and etp they are refused."""
+    model = _model(family)
+    assert not find_experts(model, Topology())
+    plan = plan_model(model, Topology.parse("tp=2,sp"))
+    whole = {region.name: region.reason for region in plan.regions if not region.is_split}
+    block = next(name for name in whole if name.endswith(("ffn", "mlp")))
+    number = sum(parameter.numel() for parameter in model.get_submodule(block).parameters())
+    rule = f"these experts do not have the form that most families share ({number:,} weights a layer)"
+    assert whole[block] == rule
+    assert any(rule in note for note in notes_of_whole(plan))
+    for topology in ("dp=2,ep=2", "dp=2,etp=2"):
+        with pytest.raises(UnsupportedError, match=r"that most families share; leave out ep and etp"):
+            find_experts(model, Topology.parse(topology))
+
+
+def test_experts_that_compute_nothing_have_factors_and_no_matrix() -> None:
+    """Their entries follow those of the others: each ep rank has its share of both."""
+    experts = next(iter(find_experts(_model("longcat_flash"), Topology.parse("ep=2,dp=2")).values()))
+    first, second = experts.projections
+    assert (experts.num_experts, first.num_zero, second.num_zero, experts.num_choices) == (8, 8, 0, 16)
+    cut = expert_rule(first, Side.OUTPUT).cuts[0]
+    assert cut.layout.rows(rank=1, size=2).tolist() == [4, 5, 6, 7, 12, 13, 14, 15]
+    with pytest.raises(UserError, match=r"ep must divide the 3 experts of .* that compute nothing"):
+        find_experts(_model("longcat_flash", zero_expert_num=3), Topology.parse("ep=2,dp=2"))
 
 
 def test_a_stack_that_says_nothing_of_its_form_is_tried_on_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That of step3p7, whose class has no flags; one whose sum is another is refused."""
+    """That of step3p7, whose class has no flags; one whose sum is another is not taken for it."""
     config = twin_config("step3p7")
     with torch.device("meta"):
         model = own_class(config)(config)
@@ -185,8 +209,7 @@ def test_a_stack_that_says_nothing_of_its_form_is_tried_on_a_few_numbers(monkeyp
         lambda self, x, chosen: run(self, x, chosen, x[:, :2]),
     ):
         monkeypatch.setattr(type(experts), "forward", wrong)
-        with pytest.raises(UnsupportedError, match="do not have the form that most families share"):
-            find_experts(model, Topology())
+        assert not find_experts(model, Topology())
 
 
 def _changed(**attributes: Any) -> Any:
@@ -213,17 +236,21 @@ def _other_experts() -> Any:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: _changed(has_post_expert_norm=True), "layers.1.mlp.experts: Qwen3MoeExperts: .*form"),
-        (lambda: _changed(is_transposed=None), "layers.1.mlp.experts: Qwen3MoeExperts: .*form"),
-        (lambda: _changed(has_gate=None), "layers.1.mlp.experts: Qwen3MoeExperts: .*form"),
-        (lambda: _changed(scale=nn.Parameter(torch.empty(8, device="meta"))), "experts.scale: it is no part of"),
+        (lambda: _changed(has_post_expert_norm=True), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
+        (lambda: _changed(is_transposed=None), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
+        (lambda: _changed(has_gate=None), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
+        (lambda: _changed(scale=nn.Parameter(torch.empty(8, device="meta"))), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
         (_other_experts, r"layers.0.mlp: MixtureExperts: .*form"),
     ],
 )
-def test_experts_that_hold_or_do_something_else_are_refused(make: Callable[[], Any], words: str) -> None:
-    find_experts(_model("qwen3_moe"), Topology())  # what is changed is what is refused
+def test_experts_that_hold_or_do_something_else_are_not_dealt_out(make: Callable[[], Any], words: str) -> None:
+    topology = Topology.parse("dp=2,ep=2")
+    find_experts(_model("qwen3_moe"), topology)  # what is changed is what is refused
+    model = make()
     with pytest.raises(UnsupportedError, match=words):
-        find_experts(make(), Topology())
+        find_experts(model, topology)
+    whole = [region.name for region in plan_model(model, Topology.parse("tp=2")).regions if region.reason]
+    assert whole == [words.replace("layers", "model.layers").partition(":")[0]]
 
 
 # --- gradient axes ----------------------------------------------------------------------------------------------------

@@ -57,7 +57,10 @@ MISTAKES: dict[str, Case] = {
     "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
     "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
     "mixture_of_experts": case(
-        lambda s: s.family("dbrx"), "DbrxExperts", "do not have the form that most families share"
+        several(setting("topology", "dp=2,ep=2"), lambda s: setattr(s, "nproc", 2), lambda s: s.family("dbrx")),
+        "DbrxExperts",
+        "do not have the form that most families share",
+        "leave out ep and etp",
     ),
     "family_without_a_tp_plan": case(
         lambda s: s.family("kosmos-2"), "kosmos", "neither transformers nor meshlora has a tensor-parallel plan", "tp=1"

@@ -452,6 +452,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             ),
         },
     ),
+    "experts that compute nothing": (
+        {"family": "longcat_flash", "topologies": ("tp=2,sp,ep=2",)},
+        {
+            "zero_experts_left_out": ("forward", "model.layers.0.mlp.experts", ""),
+            "zero_experts_teach_no_router": ("backward", "model.layers.1.mlp.router", ""),
+        },
+    ),
     "one adapter for the experts of all ranks": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp,ep=2",), "lora": _SHARED},
         {

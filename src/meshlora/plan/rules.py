@@ -96,7 +96,7 @@ class ExpertRule(LinearRule):
     def with_factors(self) -> Layout:
         """The entries of a factor's stack, as ep cuts them."""
         zero = (Piece("zero", self.num_zero, 1),) if self.num_zero else ()
-        return Layout((Piece("routed", self.num_experts, 1), *zero))
+        return Layout((Piece("", self.num_experts, 1), *zero))
 
 
 @dataclass(frozen=True)

@@ -307,6 +307,7 @@ class Feature(enum.StrEnum):
     )
     # Routing weights scale what experts give, not what they take.
     ROUTING_LAST = "routing_last", _model(lambda m: any(not rule.weights_first for rule in m.plan.experts.values()))
+    ZERO_EXPERTS = "zero_experts", _model(lambda m: any(e.first.num_zero for e in m.plan.experts.values()))
     GATED_EXPERTS = "gated_experts", _model(lambda m: any(e.first.fused is not None for e in m.plan.experts.values()))
     EXPERT_BIAS = "expert_bias", _model(lambda m: any(rule.has_bias for rule in m.plan.projections.values()))
 

@@ -177,6 +177,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters
     ),
     "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
+    "jetmoe": FamilyPlan({}),  # its attention has experts, too
     # Two attentions and two MLPs in a layer, its experts across.
     "longcat_flash": FamilyPlan(
         {

@@ -14,6 +14,7 @@ from meshlora_ground.topology import LAYERS, TOKENS, Topology
 _REFUSED = {
     "emu3_text_model": "transformers stores it under a name that it does not load",
     "laguna": "PEFT does not load the adapters that it saves of it: it renames those of its shared experts",
+    "mistral_large4": "PEFT does not load the adapters that it saves of it: it renames those of its experts",
     **dict.fromkeys(("pp_formulanet", "qwen2_5_omni"), "it is several models and has no input embedding"),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),

@@ -20,8 +20,9 @@ from meshlora_ground.errors import UnsupportedError
 
 # Styles of transformers' tensor-parallel plans that split a linear.
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
-# Styles of modules that are not split, or whose own parameters the plan names, which need no entry.
-_WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
+# Styles of modules that are not split, or whose own parameters the plan names, which need no entry; experts of a form
+# that is known have rules of their own, others are whole.
+_WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "moe_tp_experts", "moe_identity_expert"}
 # Blocks with one of these styles are kept whole on every rank, as transformers gathers inside them.
 _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 

@@ -134,6 +134,23 @@ def experts_gate_and_up_swapped(original: Any, self: Any, inner: Tensor) -> Any:
     return original(self, torch.cat(inner.chunk(2, -1)[::-1], -1))
 
 
+@around(ParallelExperts, "_of_choices", needs={Feature.ZERO_EXPERTS})
+def zero_experts_left_out(original: Any, self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, names: Any) -> Any:
+    """an expert that computes nothing gives back its input, times its routing weight"""
+    is_routed = chosen < self.rule.num_experts * (len(names) or 1)
+    of_others = torch.where(is_routed, 0, weights).sum(1, keepdim=True)
+    return original(self, tokens, chosen, weights, names) - (tokens * of_others).to(tokens.dtype)
+
+
+@around(ParallelExperts, "_of_choices", needs={Feature.ZERO_EXPERTS})
+def zero_experts_teach_no_router(
+    original: Any, self: Any, tokens: Tensor, chosen: Tensor, weights: Tensor, names: Any
+) -> Any:
+    """the router has a gradient of the choices of experts that compute nothing, too"""
+    is_routed = chosen < self.rule.num_experts * (len(names) or 1)
+    return original(self, tokens, chosen, torch.where(is_routed, weights, weights.detach()), names)
+
+
 @around(LoadBalancing, "_add_up", needs={Feature.AUX_LOSS, Feature.OTHER_TOKENS})
 def aux_loss_of_local_tokens(original: Any, self: Any, counts: Tensor) -> None:
     """the load-balancing loss counts the choices of all tokens of a step, of all ranks"""

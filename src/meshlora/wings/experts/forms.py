@@ -48,7 +48,7 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
         for name, module in model.named_modules():
             inside = any(name.startswith(f"{other}.") for other in known)
             around = any(other.startswith(f"{name}.") for other in known)
-            if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
+            if _is_experts(module) and name not in known and not inside and not around:
                 raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN, "leave out ep and etp")
     if not found and topology.ep * topology.etp > 1:
         given = f"topology {topology}"
@@ -68,10 +68,14 @@ def odd_experts(
 ) -> PlannedBlock | None:
     """A block with experts of a form that `find_experts` does not know: all of it is whole."""
     for inner in module.modules():
-        if _EXPERTS.search(type(inner).__name__):
+        if _is_experts(inner):
             number = sum(parameter.numel() for parameter in module.parameters())
             return PlannedBlock(Region(name, is_split=False, reason=f"{_UNKNOWN} ({number:,} weights a layer)"))
     return None
+
+
+def _is_experts(module: nn.Module) -> bool:
+    return _is_stack(module) or bool(_EXPERTS.search(type(module).__name__))
 
 
 def _is_stack(module: nn.Module) -> bool:
