@@ -209,6 +209,7 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     ),
 }
 
+_STAGES = "wings/stages/hold.py"
 _REGIONS, _GENERATION, _GENERATED = "model/regions.py", "wings/generation/rows.py", "run/generated.py"
 _TOKENS = "tests/extra/test_generate.py::test_tokens_are_those_of_one_process"
 _ROLLOUTS = "tests/extra/test_generate.py::test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace"
@@ -228,6 +229,34 @@ OF_GENERATION: dict[str, Fault] = {
         "leaf.scatters_tokens = not is_off",
         "leaf.scatters_tokens = False",
         f"{_ROLLOUTS}[llama-tp=2,sp]",
+    ),
+    "stages_count_their_own_tokens_alone": Fault(
+        "the cache of a stage has the tokens that layers of others have had, too",
+        _STAGES,
+        "            note_tokens(given[name], index, x)",
+        "            pass",
+        f"{_TOKENS}[llama-pp=2]",
+    ),
+    "logits_of_the_last_stage_alone": Fault(
+        "all stages have the logits of the last, and draw one token",
+        _STAGES,
+        "return found.to(x.dtype) + x",
+        "return x",
+        f"{_TOKENS}[llama-pp=2]",
+    ),
+    "loss_of_the_last_stage_without_a_way_back": Fault(
+        "a loss that all stages are told goes back through each of them",
+        _STAGES,
+        "return found.to(x.dtype) + x",
+        "return found.to(x.dtype) + x.detach()",
+        "tests/ranks/test_steps.py::test_steps_end_with_the_adapter_of_a_plain_loop[pp=2-_labels]",
+    ),
+    "old_policy_of_the_first_stage": Fault(
+        "the policy that acted is asked at the last stage",
+        "meshlora_extra/rl/rollouts.py",
+        "one.mesh.over(SEQUENCES | LAYERS)",
+        "one.mesh.over(SEQUENCES)",
+        "tests/extra/test_rl.py::test_a_generation_is_used_for_several_updates[pp=2]",
     ),
     "ranks_draw_from_states_of_their_own": Fault(
         "the ranks of a replica draw from one random state",

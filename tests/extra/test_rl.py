@@ -121,6 +121,20 @@ def test_records_are_the_completions_of_groups_with_their_rewards(made: Path) ->
     assert len(set(origins[:5])) == 5  # a pass takes each prompt once
 
 
+@pytest.mark.long
+def test_stages_make_the_rollouts_of_replicas_and_their_adapter(
+    made: Path, folder: Path, pools: Callable[[int], Pool]
+) -> None:
+    pools(2).run(run_rl, rl_file(folder, "staged", "pp=2"), 2)
+    output = folder / "staged"
+    for step in range(1, STEPS + 1):
+        ours, theirs = records_of(output, step), records_of(made, step)
+        assert [record["input_ids"] for record in ours] == [record["input_ids"] for record in theirs]
+    assert [line["ratio"] for line in metrics_of(output)] == [1.0] * STEPS
+    assert all(line["largest_engine_gap"] < 2e-6 for line in metrics_of(output))
+    assert compare_adapters(output / "adapter", made / "adapter").relative < 1e-6
+
+
 def test_own_rollouts_are_on_policy(made: Path) -> None:
     """In float64, but for the float32 of their records."""
     for line in metrics_of(made):
@@ -251,10 +265,11 @@ def test_an_adapter_that_generates_a_step_late_ends_the_run(folder: Path, pools:
 
 
 @pytest.mark.long
-def test_a_generation_is_used_for_several_updates(folder: Path, pools: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize("topology", ["dp=2", "pp=2"])
+def test_a_generation_is_used_for_several_updates(topology: str, folder: Path, pools: Callable[[int], Pool]) -> None:
     """The later ones have the log-probabilities of the policy that acted."""
-    pools(2).run(run_rl, rl_file(folder, "updates", "dp=2", rl={"updates": 2}, lr=5e-2), 2)
-    output = folder / "updates"
+    pools(2).run(run_rl, rl_file(folder, f"updates-{topology}", topology, rl={"updates": 2}, lr=5e-2), 2)
+    output = folder / f"updates-{topology}"
     for step in (1, 3):
         first, second = records_of(output, step), records_of(output, step + 1)
         assert [{**each, "old_log_probs": None} for each in first] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+import meshlora
 from meshlora.reading.processor import load_processor
 from meshlora.reading.sources import read_records
 from meshlora_ground.float64 import lift
@@ -97,3 +99,35 @@ def test_run_with_images_is_that_of_transformers_and_peft(
     assert AutoImageProcessor.from_pretrained(output / "adapter").patch_size == 4  # from its folder alone
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-6, atol=1e-9)
+
+
+def _asked(folder: Path, model: Any) -> tuple[list[list[int]], float]:
+    """The continuation of two questions with images, and the loss of their tokens, by the model's own methods."""
+    processor = load_processor(folder / "model", model.config)
+    batch = processor.apply_chat_template(
+        [list(record.messages or ())[:1] for record in read_records(folder / "train.jsonl")][::2],
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        add_generation_prompt=True,
+        processor_kwargs={"padding": True, "padding_side": "left"},
+    )
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    with lift(), torch.no_grad():
+        found = model.generate(**batch, max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        loss = model(**batch, labels=labels).loss
+    return found[:, labels.shape[1] :].tolist(), float(loss)
+
+
+def _asked_of_stages(folder: Path) -> tuple[list[list[int]], float]:
+    return _asked(folder, meshlora.load(folder / "model", topology="pp=2").eval())
+
+
+@pytest.mark.long
+def test_stages_say_of_images_what_one_process_says(folder: Path, pools: Callable[[int], Pool]) -> None:
+    """The tower is of the first stage; each makes the positions of an image's tokens, of a cache's length later."""
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float64).eval()
+    tokens, loss = _asked(folder, model)
+    assert len({token for row in tokens for token in row}) > 2, "it says one thing: this shows nothing"
+    for found in pools(2).run(_asked_of_stages, folder):
+        assert found == (tokens, pytest.approx(loss, rel=1e-12))

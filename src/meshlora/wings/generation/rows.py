@@ -26,6 +26,7 @@ from meshlora.loading.own_loop import given_tokens
 from meshlora.plan.pairs import check
 from meshlora.wings.context.context import as_transformers_attends
 from meshlora.wings.experts.same_tokens import fingerprint
+from meshlora.wings.stages.hold import without_images
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import FEATURES, LAYERS
 
@@ -106,6 +107,8 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
     if options.get("cache_implementation") == "paged":
         raise UnsupportedError("cache_implementation='paged'", "it is continuous batching", "use model.generate_batch")
     _compare(model, args, options)
+    if not runtime(model).plan.has_first_stage:  # transformers runs the tower before the first forward
+        options = without_images(options)
     options["synced_gpus"] = in_step(model) is not None
     with whole_tokens(model):
         found = own(model, *args, **options)

@@ -175,7 +175,7 @@ class HeldStages(Pipeline):
         self._shape = tuple(tokens.shape)
         if self.stage == 0:
             return args, kwargs
-        return args, {name: value for name, value in kwargs.items() if not _is_of_tower(name, value)}
+        return args, without_images(kwargs)
 
     def end(self, model: Any, _: Any, output: Any) -> None:
         """Give all stages the logits `[B, S, V]` of the last, after a forward that is not of one stage alone."""
@@ -260,10 +260,14 @@ def _head(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
 
 
-def _is_of_tower(name: str, value: Any) -> bool:
-    """Whether an argument of a model's forward is what a tower sees: numbers that are no mask's."""
-    is_float = isinstance(value, Tensor) and value.is_floating_point()
-    return is_float and name not in ("attention_mask", "num_items_in_batch")
+def without_images(given: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of a model without what a tower sees, which the first stage has: numbers that are no mask's."""
+    found = {}
+    for name, value in given.items():
+        is_float = isinstance(value, Tensor) and value.is_floating_point()
+        if not is_float or name in ("attention_mask", "num_items_in_batch"):
+            found[name] = value
+    return found
 
 
 def _never() -> bool:
