@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "mixers", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "found", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "found", "encoders", "proved")
 
 
 class Feature:

@@ -11,9 +11,11 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForMultimodalLM,
+    AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
 
@@ -24,6 +26,7 @@ _CAUSAL: tuple[tuple[Any, Any], ...] = (
     (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
     (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
     (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+    (AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING),
 )
 
 
@@ -39,6 +42,11 @@ def model_class(config: PretrainedConfig) -> Any:
 def own_class(config: PretrainedConfig) -> Any:
     """The class of the model that `model_class` makes, or None if transformers has none (code of the checkpoint)."""
     return _found(config)[1]
+
+
+def reads_pairs(config: PretrainedConfig) -> bool:
+    """Whether its model is an encoder-decoder of text: it reads a prompt by its encoder, and writes a completion."""
+    return bool(getattr(config, "is_encoder_decoder", False)) and _found(config)[0] is AutoModelForSeq2SeqLM
 
 
 def take_quantization(config: PretrainedConfig) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 from meshlora_ground.errors import UnsupportedError, UserError
 
 CAUSAL = "CAUSAL_LM"
+PAIRED = "SEQ_2_SEQ_LM"  # of an encoder-decoder, which is a language model too, and is trained as one
 # PEFT's name of a task -> transformers' auto class, its mapping, the word for messages.
 _TASKS = {
     "SEQ_CLS": (

@@ -118,9 +118,11 @@ class Capture:
             held = copy(held)
         if self.number is None or self.number >= len(self.micro_batches):
             given = kwargs
-            if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
-                given = kwargs | {"attention_mask": self.mask}
-            self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(given), held))
+            if kwargs.get("decoder_input_ids") is not None:  # beside an encoder, which has other tokens
+                given = {name: kwargs.get(f"decoder_{name}") for name in ("input_ids", "attention_mask")}
+            if given.get("position_ids") is None and given.get("attention_mask") is None:
+                given = given | {"attention_mask": self.mask}
+            self.micro_batches.append(MicroBatchCapture(copy(given["input_ids"]), sequence_numbers(given), held))
             self._without_graphs[id(self.micro_batches[-1])] = set()
         self._current = self.micro_batches[-1]
         if self.number is not None:
@@ -198,8 +200,14 @@ def _begin_graph(_: nn.Module, __: Any, output: Tensor) -> None:
 
 
 def tokens_modules(model: Any) -> Callable[[str], bool]:
-    """Whether a module, by its name, runs on tokens: in a composite no tower and no projector."""
+    """Whether a module, by its name, runs on tokens: in a composite no tower and no projector, beside a decoder no
+    encoder and no table, of which one side may have one, and the other two that are tied."""
     config = getattr(model, "config", None)
+    if config is not None and config.is_encoder_decoder:
+        encoder, tables = model.get_encoder(), (nn.Embedding, model.get_input_embeddings().__class__)
+        apart = {*encoder.modules()}.union(m for m in model.modules() if isinstance(m, tables))
+        left_out = {name for name, module in model.named_modules() if module in apart}
+        return lambda name: name not in left_out
     if config is None or config.get_text_config() is config:
         return lambda name: True
     names = {module: name for name, module in model.named_modules()}

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.encoded import prompts, with_start
 from meshlora_ground.errors import UserError
 from meshlora_ground.further_inputs import KnownInputs
 from meshlora_ground.versions import digest, sources_of, version_of, versions
@@ -170,6 +171,23 @@ def random_tokens(
         if index % 2 == 0 and length > 4:
             ids[start + length - 1] = ids[start + length - 4] = pad_token_id
     return TokenizedDataset(ids, is_trained, offsets)
+
+
+def with_prompts(data: TokenizedDataset, config: Any, *, seed: int) -> TokenizedDataset:
+    """The same sequences as completions of random prompts, for an encoder-decoder: its start token, which nothing
+    predicts, then trained tokens. No padding token is among these, as transformers counts what is none (mbart).
+    """
+    generator, pad = np.random.Generator(np.random.PCG64([seed, 5])), config.pad_token_id
+    ids, each = list[np.ndarray](), list[np.ndarray]()
+    for index, sequence in enumerate(data):
+        own = np.where(sequence.input_ids == pad, pad + 1, sequence.input_ids)
+        ids.append(with_start(config, own))
+        # Longer than any completion, so that the two are never mistaken for each other, and of unequal length.
+        each.append(generator.integers(3, config.vocab_size, size=max(_LENGTHS) + 3 + 5 * index % 13))
+    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    is_trained = np.ones(offsets[-1], dtype=bool)
+    is_trained[offsets[:-1]] = False
+    return replace(data, input_ids=np.concatenate(ids), is_trained=is_trained, offsets=offsets, further=prompts(each))
 
 
 def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:

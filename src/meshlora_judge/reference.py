@@ -122,7 +122,13 @@ def losses_of(
         for name, value in more.items():
             if value.is_floating_point():  # pixels
                 more[name] = value.to(dtype)
-        found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options, **more)
+        inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+        if "encoder_input_ids" in more:  # the decoder reads labels as the model itself shifts them
+            inputs = {"input_ids": more.pop("encoder_input_ids"), "attention_mask": more.pop("encoder_attention_mask")}
+            shift: Any = inner.prepare_decoder_input_ids_from_labels
+            inputs["decoder_input_ids"] = shift(labels=batch.labels)
+            inputs["decoder_attention_mask"] = batch.attention_mask
+        found = inner(**inputs, **options, **more)
         outputs = found.logits if "logits" in found else found.last_hidden_state
         if routed is not None:
             routed.append(found.router_logits)

@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from meshlora_ground.errors import reason
+from meshlora_ground.model_class import reads_pairs
+from meshlora_ground.tasks import PAIRED
 from meshlora_judge.case import Case
 from meshlora_judge.experts import PREFIX, Stack, in_experts, names_in_file, plain_name
 from meshlora_judge.inputs import without_values
@@ -70,9 +72,12 @@ class Saved:
 def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
     """Read the adapter files of a run, raw and with PEFT, and write the results next to them for `Saved.load`."""
     root, found = Path(folder), Saved()
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
+    case.objective.configure(config)
+    task = PAIRED if reads_pairs(config) else case.objective.task
     try:
         found.read, found.logits, found.scalings = read_back(case, root / LAST)
-        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG, case.objective.task)
+        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG, task)
     except Exception as error:  # noqa: BLE001 - any error of PEFT on our file is a finding
         found.note = f"PEFT cannot read it: {reason(error)}"
     try:
@@ -81,8 +86,6 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
         found.fresh_scalings = scalings(model)
     except Exception as error:  # noqa: BLE001 - the same
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
-    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
-    case.objective.configure(config)
 
     def factors(place: str) -> dict[str, Tensor]:
         stored = in_experts(_tensors(root / place / WEIGHTS, stacks), stacks, in_file=True)

@@ -209,6 +209,8 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
     if not data.get("qk_rope_head_dim"):  # multi-head latent attention has no key/value heads to share
         chosen |= {"num_key_value_heads": sizes["kv_heads"], "head_dim": sizes["head_dim"]}
     data.update({k: v for k, v in chosen.items() if k in data})
+    if data.get("is_encoder_decoder") and data.get("decoder_start_token_id") is None:
+        data["decoder_start_token_id"] = data.get("pad_token_id")  # as t5's checkpoints have it
     data.update({cls.attribute_map.get(k, k): v for k, v in overrides.items() if k != "num_hidden_layers"})
     return _made(cls, data)
 

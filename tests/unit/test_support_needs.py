@@ -33,7 +33,9 @@ def test_a_row_says_what_it_needs_where_something_of_it_is_refused_and_only_ther
 
 def test_a_reason_that_nobody_knows_is_an_error() -> None:
     needs = load_script("support_needs")
-    assert needs.need("model_type 'x': only decoder-only language models are supported").startswith("an encoder")
+    assert needs.need("model_type 'x': of encoder-decoders, those that read text alone are supported").startswith(
+        "an encoder"
+    )
     with pytest.raises(KeyError, match="no pattern for this reason: it is blue"):
         needs.need("it is blue")
     assert needs.needs_of(["proved: 1e-15"]) == ""

@@ -55,7 +55,7 @@ MISTAKES: dict[str, Case] = {
     "config_that_does_not_fit_itself": case(lambda s: s.config(hidden_size=60), "hidden", "60"),
     "config_without_model_type": case(text("model/config.json", "{}"), "config.json", "model_type"),
     "unknown_model_type": case(lambda s: s.config(model_type="lama"), "config.json", "'lama'", "did you mean 'llama'?"),
-    "encoder_decoder": case(lambda s: s.family("t5"), "t5"),
+    "encoder_decoder": case(lambda s: s.family("pix2struct"), "pix2struct", "those that read text alone"),
     "mixture_of_experts": case(
         several(setting("topology", "dp=2,ep=2"), lambda s: setattr(s, "nproc", 2), lambda s: s.family("dbrx")),
         "DbrxExperts",

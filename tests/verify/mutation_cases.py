@@ -581,6 +581,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "gemma3", "images": True, "topologies": ("tp=2",)},
         {"images_seen_causally": ("forward", f"{_TEXT}.0.self_attn.o_proj", "")},
     ),
+    "prompts that an encoder reads": (
+        {"family": "t5", "topologies": ("tp=2",)},
+        {
+            "padding_of_prompts_seen": ("forward", "decoder.block.0.layer.1.EncDecAttention.o", ""),
+            "prompts_masked_as_completions": ("forward", "decoder.block.0.layer.1.EncDecAttention.o", ""),
+            "completions_read_unshifted": ("sequences", "sequence 0", ""),
+            "encoder_states_gradient_not_reduced": (
+                "gradients",
+                "encoder.block.1.layer.1.DenseReluDense.wo.lora_B",
+                "",
+            ),
+            "relative_bias_of_other_heads": ("forward", "decoder.block.0.layer.0.SelfAttention.o", ""),
+        },
+    ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
         dict.fromkeys((*needing("dpo"), *needing("of_sigmoid"), *needing("reference")), LOSS),

@@ -53,7 +53,7 @@ def parallelize(
     for name, split in plan.parameters.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        if isinstance(module, nn.Embedding) and owner != plan.embedding:
+        if isinstance(module, nn.Embedding) and owner != plan.embedding and split.dim == 0:
             parallelize_embedding(module, split, mesh.tp, name=owner)
         elif owner != plan.embedding:
             whole = getattr(module, leaf)

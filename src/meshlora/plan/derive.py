@@ -27,7 +27,8 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.tasks import task_of
+from meshlora_ground.model_class import reads_pairs
+from meshlora_ground.tasks import PAIRED, task_of
 from meshlora_ground.topology import Topology, divisors, set_of
 
 # Pieces of fused linears that are proved to take adapters of their own.
@@ -55,9 +56,10 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
     if head not in linears:
         head = ""
     units: tuple[str, ...] = ()
+    encoders = encoder_layers(model)
     if topology.dp_shard:
-        prefix, found = decoder_layers(model)
-        units = tuple(f"{prefix}.{index}" for index in range(len(found)))
+        stacks = (*encoders, decoder_layers(model))  # as they run
+        units = tuple(f"{prefix}.{index}" for prefix, found in stacks for index in range(len(found)))
     # One process trains models whose layers are not found in one list, too.
     if topology.is_whole:
         num_layers, of_routers = model.config.get_text_config().num_hidden_layers, Domain.EQUAL
@@ -70,14 +72,15 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         num_layers,
         (),
         linears,
-        text=text_decoder(model)[0],
+        text="" if encoders else text_decoder(model)[0],
+        encoder="".join(name for name, _ in encoders),
         embedding=_name_of(model, model.get_input_embeddings()),
         positions=_positions(model),
         head=head,
         experts=experts,
         matrices=_router_matrices(model, experts, linears, of_routers),
         units=units,
-        task=task_of(model.config),
+        task=PAIRED if encoders else task_of(model.config),
         readers=_readers(model, experts),
     )
     if topology.is_whole:
@@ -143,8 +146,9 @@ class _Planner:
     def plan(self) -> ModelPlan:
         apart = {*self.experts, *(rule.block for rule in self.experts.values())}
         family = family_plan(self.model, self.layers_name, self.layers, apart)
-        for index, layer in enumerate(self.layers):
-            self._plan_layer(f"{self.layers_name}.{index}", layer, family)
+        for prefix, layers in ((self.layers_name, self.layers), *encoder_layers(self.model)):
+            for index, layer in enumerate(layers):
+                self._plan_layer(f"{prefix}.{index}", layer, family)
         self._check_divisible()
         self._split_vocabulary()
         per_layer = self._split_per_layer_inputs(family)
@@ -458,6 +462,17 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         rule = f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})"
         raise UnsupportedError(f"model_type {model.config.model_type!r}", rule)
     return next(iter(lists.items()))
+
+
+def encoder_layers(model: PreTrainedModel) -> tuple[tuple[str, nn.ModuleList], ...]:
+    """(name, layers) of the encoder whose states the decoder attends to, as of `decoder_layers`; () without one."""
+    if not reads_pairs(model.config):
+        return ()
+    encoder = model.get_encoder()
+    lists = dict(_outer_lists(encoder, _name_of(model, encoder)))
+    if len(lists) != 1:
+        raise UnsupportedError(f"model_type {model.config.model_type!r}", "its encoder has several lists of layers")
+    return tuple(lists.items())
 
 
 def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:

@@ -15,7 +15,7 @@ from typing import Any
 
 Asked = Mapping[str, Any]
 
-_TASK = "CAUSAL_LM"  # as `meshlora_ground.tasks.CAUSAL`
+_TASK, _PAIRED = "CAUSAL_LM", "SEQ_2_SEQ_LM"  # as in `meshlora_ground.tasks`
 _KIND = "{key}={0.kind}"  # how a message says an objective
 _OF_RL = ("grpo", "distill")  # kinds
 
@@ -60,7 +60,8 @@ class Feature(Enum):
     # The model, and how it computes.
     EXPERTS = "experts", bool, "routed experts", "experts"
     COMPOSITE = "composite", bool, "a composite", "a composite ({})"
-    TASK = "task", _other_than(_TASK), "a model with another head", "a model for {}"
+    ENCODER = "task", _is(_PAIRED), "an encoder beside the decoder", "an encoder beside the decoder"
+    TASK = "task", lambda given: given not in (_TASK, _PAIRED), "a model with another head", "a model for {}"
     QUANTIZED = "model.quantization", bool, "", "quantization {}"
     OTHER_BITS = (
         "model.quantization",

@@ -134,6 +134,23 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.ROUTED, {F.RECORD, F.REPLAY})("the data say the experts of each token", "leave one out"),
     _refused(F.TOP_ENTROPY, {F.ROUTED, F.RECORD, F.REPLAY})("its first pass follows no record", "leave one out"),
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
+    # Encoders, of which dp, dp_shard and tp are proved.
+    _refused(
+        {F.STAGES, F.CONTEXT, F.SEQUENCE, F.EXPERTS, F.QUANTIZED, F.COMPUTE, F.PACKING, F.NOISE, F.RECOMPUTED}
+        | {F.COPIES, F.ROWS, F.WHOLE_MATRIX, F.EVA, F.INVOKED, F.ON_EMBEDDING, F.ON_POSITIONS, F.ON_HEAD, F.PLAN}
+        | {F.COMPARED, F.DISTILLED, F.ADAPTERS, F.RL, F.FOLLOWED, F.SAMPLES, F.METRICS, F.EVALUATED, F.COMMAND}
+        | {F.LOAD, F.GENERATE, F.BATCHED, F.MANAGER, F.LABELS, F.SCORES, F.TRAINER, F.TRL, F.COMBINED, F.IN_MEMORY},
+        F.ENCODER,
+    )("with an encoder, training on pairs is proved, over dp, dp_shard and tp"),
+    _refused(
+        {F.TOO_LONG, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SYSTEM, F.STYLE, F.TRAIN_ON, F.APART, F.SEPARATOR}
+        | {F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.STREAMING},
+        F.ENCODER,
+    )("its records are a prompt and a completion, plain texts, cut where they are too long"),
+    _refused({F.MODEL_DROPOUT, F.LORA_DROPOUT}, F.ENCODER)(
+        "masks are drawn by the tokens of the decoder, and those of the encoder are others",
+        "set model.disable_dropout: true, and lora_dropout: 0",
+    ),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.DISTILLED}, F.STAGES)(
         "it is not proved with stages of layers", "use pp=1"
@@ -299,7 +316,18 @@ AXES = frozenset(
     | {F.SHARDED, F.MESH}
 )
 BASES = frozenset(
-    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.OTHER_BITS, F.COMPUTE, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION}
+    {
+        F.EXPERTS,
+        F.COMPOSITE,
+        F.ENCODER,
+        F.TASK,
+        F.QUANTIZED,
+        F.OTHER_BITS,
+        F.COMPUTE,
+        F.FLOAT16,
+        F.FLOAT64,
+        F.OTHER_ATTENTION,
+    }
     | {F.MODEL_DROPOUT}
 )
 METHODS = frozenset(

@@ -28,7 +28,7 @@ from functools import cached_property
 
 from meshlora.plan.features import Asked
 from meshlora.plan.layout import Layout, Piece, Split
-from meshlora_ground.tasks import CAUSAL, HEADS
+from meshlora_ground.tasks import CAUSAL, HEADS, PAIRED
 from meshlora_ground.topology import FEATURES, LAYERS, Topology, copies_axis
 
 # The attention implementations of transformers that work on cut sequences.
@@ -197,6 +197,7 @@ class ModelPlan:
         mixing: modules in the layers that see other tokens otherwise -> in which way (`wings.context.mixing`).
         wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
+        encoder: name of the ModuleList of the layers of an encoder whose states the decoder attends to; empty: none.
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear. positions: of
             the embeddings of positions.
         after: modules that run after the last decoder layer, except the head.
@@ -224,6 +225,7 @@ class ModelPlan:
     mixing: Mapping[str, str] = field(default_factory=dict)
     wide_norms: Mapping[str, Layout] = field(default_factory=dict)
     text: str = ""
+    encoder: str = ""
     embedding: str = ""
     positions: tuple[str, ...] = ()
     head: str = ""
@@ -291,7 +293,7 @@ class ModelPlan:
     @property
     def has_vocabulary(self) -> bool:
         """Whether its outputs are logits of a vocabulary, split over tp; else what follows the layers is whole."""
-        return self.task == CAUSAL
+        return self.task in (CAUSAL, PAIRED)
 
     @property
     def asked(self) -> Asked:

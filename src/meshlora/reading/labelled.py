@@ -55,7 +55,7 @@ def read_labelled(
     if len({*map(len, texts)}) > 1:
         raise UserError(f"{origins[0]} and others", "text_pair in some records and not in others", "give it in all")
     columns = [*zip(*texts, strict=True)]  # the texts, and maybe their pairs
-    ids, segments = _encoded(columns, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    ids, segments = encoded(columns, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     further = KnownInputs([{_SEGMENTS: own} for own in segments]) if segments else None
     return _dataset(ids, targets=np.array(targets, dtype=np.float32), further=further)
 
@@ -96,7 +96,7 @@ def read_labelled_words(
     if not getattr(tokenizer, "is_fast", False):  # `word_ids` is of fast ones alone
         raise UserError(f"tokenizer {type(tokenizer).__name__}", "it does not say which token is of which word")
     origins, words, given = zip(*rows, strict=True)
-    ids, places = _encoded([words], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    ids, places = encoded([words], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     labels, problems = [], Problems("{tokens, labels}: words, and a label for each")
     for origin, of_words, of_tokens in zip(origins, given, places, strict=True):
         own, before = np.full(len(of_tokens), _UNLABELLED, dtype=np.float32), None
@@ -148,7 +148,7 @@ def read_similar(
     for origin, own in rows:
         texts += own
         origins += [origin] * len(own)
-    ids, _ = _encoded([texts], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    ids, _ = encoded([texts], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     return _dataset(ids, rows_per_example=len(rows[0][1]))
 
 
@@ -197,24 +197,27 @@ def _targets(row: Mapping[str, Any], objective: Any) -> list[float]:
     return label
 
 
-def _encoded(
+def encoded(
     columns: Sequence[Sequence[Any]],
     tokenizer: PreTrainedTokenizerBase,
     origins: Sequence[str],
     *,
     max_length: int,
     vocab_size: int,
+    is_target: bool = False,
 ) -> tuple[list[np.ndarray], list[Any]]:
     """(token ids of each text, int32; of pairs the segments of the tokens, if the tokenizer has them, and
     of words the word of each token; else nothing).
 
-    columns: the texts, or the words of each, and maybe the second text of each.
+    columns: the texts, or the words of each, and maybe the second text of each. is_target: they are written, not read,
+    which some tokenizers mark otherwise.
     """
     ids, beside, is_words = list[np.ndarray](), list[Any](), isinstance(columns[0][0], list)
     options = {"truncation": True, "max_length": max_length, "is_split_into_words": is_words}
     for start in range(0, len(columns[0]), _BLOCK):
+        texts = [list(column[start : start + _BLOCK]) for column in columns]
         try:
-            found = tokenizer(*(list(column[start : start + _BLOCK]) for column in columns), **options)
+            found = tokenizer(text_target=texts[0], **options) if is_target else tokenizer(*texts, **options)
         except Exception as error:  # an untrusted tokenizer may raise anything
             rule = f"it fails on these texts ({reason(error)})"
             raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, "is it whole?") from error

@@ -11,6 +11,7 @@ from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.reading.nlg import of_categories, parted
 from meshlora.reading.preferences import read_feedback, read_margins, read_preferences
+from meshlora.reading.prompted import read_prompted
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.streamed import read_streamed
@@ -43,7 +44,7 @@ def _read_text(
     return tokenize(parted(records, separator), tokenizer, say=say, **options)
 
 
-# Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
+# Readers of records, by the `reader` of the objective, or for an encoder-decoder: from paths and a tokenizer to tokens.
 READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
     "streamed": read_streamed,
@@ -58,4 +59,5 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "labelled": read_labelled,
     "labelled_words": read_labelled_words,
     "similar": read_similar,
+    "prompted": read_prompted,
 }

@@ -23,6 +23,7 @@ from meshlora.reading.tokenizer import tokenizer_with
 from meshlora.run.config.run_file import DataConfig, Given, ModelConfig
 from meshlora.run.sources import Split, read_sources, read_split
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.model_class import reads_pairs
 from meshlora_ground.objective import Objective
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.tasks import CAUSAL
@@ -87,12 +88,15 @@ class Texts:
     ) -> Callable[..., TokenizedDataset]:
         """What reads the files of a source."""
         data, own = self.data, dict[str, Any](objective=self.objective)
-        if self.objective.task == CAUSAL or self.objective.unit == "pair":  # whose records are read as answers are
+        reader = "streamed" if data.streaming else self.reader or self.objective.reader
+        if reads_pairs(model):
+            reader, own = "prompted", {"model": model}
+        elif self.objective.task == CAUSAL or self.objective.unit == "pair":  # whose records are read as answers are
             own = self._options(tokenizer, model, categories)
             if names_rows:
                 own["names_rows"] = True
         return functools.partial(
-            READERS["streamed" if data.streaming else self.reader or self.objective.reader],
+            READERS[reader],
             tokenizer=tokenizer,
             max_length=data.longest,
             vocab_size=model.get_text_config().vocab_size,

@@ -236,6 +236,9 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
         if topology.sp and flow.is_trained_before:
             yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
+    if plan.encoder:  # it looks up tokens too, and each rank has a term of the gradient of its states
+        yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)
+        yield "", Message("backward", "allreduce", FEATURES, sizes.tokens * each)
     if not plan.has_last_stage:
         return
     if topology.sp:

@@ -41,6 +41,7 @@ from meshlora_judge.case import (
     with_feedback,
     with_labels,
     with_margins,
+    with_prompts,
     with_rollouts,
     with_routed,
     with_teacher,
@@ -73,6 +74,8 @@ def case_of(
         found = with_invocations(found, invocation)
     if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
+    if plan.encoder and request.data is None:
+        found = with_prompts(found, config, seed=request.seed)
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)

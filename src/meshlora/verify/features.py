@@ -299,6 +299,9 @@ class Feature(enum.StrEnum):
     SOFT_CAPS = "soft_caps", _model(lambda m: getattr(m.text, "attn_logit_softcapping", None))  # of scores
     ROPE = "rope", _model(lambda m: m.plan.attentions and m.rope)
     M_ROPE = "m_rope", _model(lambda m: "mrope_section" in m.rope)  # positions of time, height and width
+    ENCODER = "encoder", _model(lambda m: m.plan.encoder)  # whose states the decoder attends to
+    # Of heads, split with them.
+    RELATIVE_BIAS = "relative_bias", _model(lambda m: any("relative_attention_bias" in n for n in m.plan.parameters))
     EXPERTS = "experts", _model(lambda m: m.plan.experts)
     # Beside a layer's MLP, not in it.
     EXPERTS_BESIDE = (

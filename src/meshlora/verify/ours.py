@@ -355,7 +355,7 @@ def _scalings(model: Any, adapter: str) -> dict[str, float]:
 
 def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     """The factors of an adapter newly initialized from the user's configuration; "fresh_both" has a random B too."""
-    words = case.lora | {"task_type": case.objective.task}
+    words = case.lora | {"task_type": runtime(model).plan.task}
     config: LoraConfig = LoraConfig(**words)
     if case.pieces or case.share_experts:
         config = PieceLoraConfig(**words, pieces=case.pieces, share_experts=case.share_experts)
@@ -408,6 +408,8 @@ def _terms(model: Any) -> list[str]:
     for depth in range(1, len(parents)):
         terms.append(".".join(parents[:depth]))
     terms.append(f"{plan.layers}.{plan.num_layers - 1}")
+    if plan.encoder:  # t5's runs before the layers and after them
+        terms.append(".".join((*parents[:-1], "dropout")))
     if runtime(model).context.axis.size > 1:
         terms += [name for name in modules if not name.startswith(f"{plan.layers}.")]
     return terms

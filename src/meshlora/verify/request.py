@@ -246,6 +246,8 @@ def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float = 0.0) 
         left_out += [name for name in plan.linears if "pooler" in name]
     if plan.projections:
         return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
+    if plan.encoder:
+        dropout = 0.0
     return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=left_out or None)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.model_class import reads_pairs
 from meshlora_ground.topology import LAYERS, TOKENS, Topology
 
 # Families for which a single process deviates from its own files, or cannot be compared.
@@ -64,8 +65,8 @@ def check_family(model: Any, topology: Topology) -> None:
     """Refuse families that no proof can make right. `model` may be on the meta device.
 
     Raises:
-        UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
-            `_REFUSED_SPLIT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
+        UnsupportedError: an encoder-decoder not of text, a family in `_REFUSED`, bloom with `slow_but_exact`; on
+            `topology` one in `_REFUSED_SPLIT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -83,5 +84,5 @@ def check_family(model: Any, topology: Topology) -> None:
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
         rule = "it slices a weight past its adapter"
         raise UnsupportedError("slow_but_exact", rule, "set it to false in config.json")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(what, "only decoder-only language models are supported")
+    if config.is_encoder_decoder and not reads_pairs(config):
+        raise UnsupportedError(what, "of encoder-decoders, those that read text alone are supported")

@@ -104,8 +104,9 @@ def _own_parameters(layers: nn.ModuleList) -> KeysView[str]:
 
 
 def text_decoder(model: Any) -> tuple[str, Any]:
-    """(name, module) of the text part of a composite, such as `model.language_model`; ("", model) of another model."""
-    if model.config.get_text_config() is model.config:
+    """(name, module) of the text part of a composite, such as `model.language_model`, or of the decoder beside an
+    encoder; ("", model) of another model."""
+    if model.config.get_text_config() is model.config and not model.config.is_encoder_decoder:
         return "", model
     decoder = model.get_decoder()
     return next((name, module) for name, module in model.named_modules() if module is decoder)

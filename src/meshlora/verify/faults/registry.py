@@ -16,6 +16,7 @@ from meshlora.verify.faults import (
     of_context,
     of_distillation,
     of_dropout,
+    of_encoders,
     of_experts,
     of_files,
     of_float8,
@@ -62,6 +63,7 @@ _THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradi
 _THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
 _THEMES += [of_policies, of_preferences, of_rewards, of_distillation]
 _THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_ints, of_invoked, of_starts, of_streams]
+_THEMES += [of_encoders]
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:
     for _fault in vars(_theme).values():

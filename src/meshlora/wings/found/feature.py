@@ -61,7 +61,9 @@ class _FoundPlans(Feature):
 
     def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
         own = getattr(model.config, FIELD, None)
-        if own is None and (known := shipped(model.config.get_text_config().model_type)) is not None:
+        has_encoder = model.config.is_encoder_decoder  # those that are shipped are of decoders alone
+        known = shipped(model.config.get_text_config().model_type)
+        if own is None and known is not None and not has_encoder:
             return known.plan
         if model not in _BY_MODEL:
             found = _find(model, layers_name, experts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.plan.blocks import Heads, local_attributes
+from meshlora.plan.derive import encoder_layers
 from meshlora.plan.families.family import ROW, FamilyPlan, Leaf
 from meshlora.plan.layout import Layout
 from meshlora.wings.found.indices import chooses_by
@@ -67,13 +68,13 @@ class Found:
 def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     """The plan of `model`, small and with weights. apart: the names of its routed experts."""
     # First, as some models change their own modules when they run.
-    found, (before, after), layers = Found(), _around(model, layers_name), model.get_submodule(layers_name)
-    for index in _kinds(layers):
-        prefix = f"{layers_name}.{index}."
-        own = {name.removeprefix(prefix) for name in apart if name.startswith(prefix)}
-        layers[index].requires_grad_()
-        one = _Layer(model, layers[index], own).find()
-        layers[index].requires_grad_(False)
+    found, (before, after) = Found(), _around(model, layers_name)
+    for name in _kinds(model, (layers_name, *(name for name, _ in encoder_layers(model)))):
+        prefix, layer = f"{name}.", model.get_submodule(name)
+        own = {other.removeprefix(prefix) for other in apart if other.startswith(prefix)}
+        layer.requires_grad_()
+        one = _Layer(model, layer, own).find()
+        layer.requires_grad_(False)
         found.add(one.plan)
         found.units |= one.units
         found.kept_whole |= one.kept_whole
@@ -107,15 +108,16 @@ def _around(model: Any, layers_name: str) -> tuple[tuple[str, ...], tuple[str, .
     return tuple(before), tuple(found)
 
 
-def _kinds(layers: nn.ModuleList) -> list[int]:
-    """The first layer of each kind: of other modules, or other shapes."""
-    first: dict[str, int] = {}
-    for index, layer in enumerate(layers):
-        words = [type(layer).__name__]
-        for name, module in layer.named_modules():
-            shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
-            words.append(f"{name} {type(module).__name__} {shapes}")
-        first.setdefault("\n".join(words), index)
+def _kinds(model: Any, stacks: Iterable[str]) -> list[str]:
+    """The first layer of each kind, by name, in the lists `stacks`: of other modules, or other shapes."""
+    first: dict[str, str] = {}
+    for stack in stacks:
+        for index, layer in enumerate(model.get_submodule(stack)):
+            words = [type(layer).__name__]
+            for name, module in layer.named_modules():
+                shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+                words.append(f"{name} {type(module).__name__} {shapes}")
+            first.setdefault("\n".join(words), f"{stack}.{index}")
     return list(first.values())
 
 

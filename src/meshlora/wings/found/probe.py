@@ -40,6 +40,8 @@ def small_model(config: PretrainedConfig) -> Any:
             scale, middle = (0.3, 0.0) if parameter.ndim > 1 else (0.5, float("norm" in name.lower()))
             values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             parameter.data = values * scale + middle
+    if model.config.is_encoder_decoder:
+        model.set_input_embeddings(model.get_input_embeddings())  # both look up in it, and not in copies
     model.requires_grad_(False).get_input_embeddings().register_forward_hook(
         lambda _, __, out: out.detach().requires_grad_().clone()
     )
@@ -144,9 +146,12 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
     handles += [layer.get_submodule(path).register_forward_hook(cut(path)) for path in linears]
     handles += [m.register_forward_hook(note(path), with_kwargs=True) for path, m in layer.named_modules()]
     ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
+    inputs = {"input_ids": ids}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids[:, _TOKENS // 2 :]
     try:
         with torch.enable_grad():
-            model(input_ids=ids)
+            model(**inputs)
     finally:
         for handle in handles:
             handle.remove()
