@@ -12,7 +12,7 @@ from collections.abc import Iterable
 # The first pattern that is found in a reason decides.
 _NEEDS = (
     (r"No module named|requires the .* library", "the user: install the named package; it is no dependency of ours"),
-    (r"nor meshlora has a tensor-parallel plan", "a line in plan/families/explicit.py, and a proof"),
+    (r"nor meshlora has a tensor-parallel plan", "a line in wings/tables/tables.py, and a proof"),
     (r"only decoder-only|of encoder-decoders", "an encoder of images: what it reads in pairs, and its layers whole"),
     (r"custom code which must be", "the user: trust_remote_code, where its code passes the preflight; else a class in "
      "transformers"),

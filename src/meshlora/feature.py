@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "mixers", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "found", "encoders", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "tables", "found", "encoders", "proved")
 
 
 class Feature:
@@ -201,6 +201,10 @@ class Feature:
         Raises:
             UserError: they name a file that cannot be read.
         """
+
+    def known_plan(self, config: Any) -> FamilyPlan | None:
+        """`plan.families.styles`, first: the plan that a table has of the family of a text part's `config`, or None."""
+        return None
 
     def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
         """`plan.families.styles`, of a family that has a plan nowhere: one that is found; None: none is.

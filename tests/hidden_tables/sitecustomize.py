@@ -9,7 +9,7 @@ import sys
 
 def _hide(module):
     match module.__name__:
-        case "meshlora.plan.families.explicit":
+        case "meshlora.wings.tables.tables":
             module._EXPLICIT.clear()
         case "meshlora.wings.mixers.mixers":
             module.MIXERS.clear()
@@ -26,10 +26,14 @@ def _hide(module):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    names = {f"meshlora.plan.families.{name}" for name in ("explicit", "styles")} | {
-        "meshlora.wings.found.kept",
-        "meshlora.wings.mixers.mixers",
-    }
+    names = frozenset(
+        {
+            "meshlora.plan.families.styles",
+            "meshlora.wings.found.kept",
+            "meshlora.wings.mixers.mixers",
+            "meshlora.wings.tables.tables",
+        }
+    )
 
     def find_spec(self, name, path, target=None):
         if name not in self.names:

@@ -239,7 +239,10 @@ def _other_experts() -> Any:
         (lambda: _changed(has_post_expert_norm=True), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
         (lambda: _changed(is_transposed=None), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
         (lambda: _changed(has_gate=None), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
-        (lambda: _changed(scale=nn.Parameter(torch.empty(8, device="meta"))), "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form"),
+        (
+            lambda: _changed(scale=nn.Parameter(torch.empty(8, device="meta"))),
+            "layers.1.mlp: Qwen3MoeSparseMoeBlock: .*form",
+        ),
         (_other_experts, r"layers.0.mlp: MixtureExperts: .*form"),
     ],
 )

@@ -68,7 +68,7 @@ def hidden(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], ModelPlan]:
 
     def plan(model: Any) -> ModelPlan:
         with monkeypatch.context() as patched:
-            patched.setattr(styles, "explicit_plan", lambda _: None)
+            patched.setattr(styles, "known_plan", lambda _: None)
             patched.setattr(feature, "shipped", lambda _: None)
             patched.setattr("meshlora.wings.mixers.feature.mixer_of", lambda *_: None)
             model.config.get_text_config().base_model_tp_plan = None

@@ -14,8 +14,8 @@ from transformers import GPT2Config, LlamaConfig
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.resolve import resolve_targets
-from meshlora.plan.families.explicit import explicit_plan
 from meshlora.wings.proved.families import PROVED
+from meshlora.wings.tables.tables import explicit_plan
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.pieces import rows_of

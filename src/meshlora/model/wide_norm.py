@@ -1,6 +1,6 @@
 """RMS norms over a width that is split over tp.
 
-Owns: the hook on such a norm. Does not own: which norms those are (`plan.families.explicit`).
+Owns: the hook on such a norm. Does not own: which norms those are (`wings.tables`).
 """
 
 from __future__ import annotations

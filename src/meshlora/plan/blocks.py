@@ -1,7 +1,7 @@
 """Blocks of a decoder layer: their head counts, the layouts that follow, and the attributes to set on each rank.
 
 Owns: reading head counts from transformers' attention modules, the layouts of their linears and parameters, and the
-attributes that must hold local counts. Does not own: which linears are split (`plan.families.explicit`,
+attributes that must hold local counts. Does not own: which linears are split (`wings.tables`,
 `plan.families.styles`).
 """
 

@@ -1,7 +1,7 @@
 """Deriving a plan from the family's tensor-parallel plan and the module tree on the meta device.
 
 Owns: which blocks of a decoder layer become which regions, and refusing modules that cannot be split safely. Does not
-own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`, `plan.families.styles`), experts
+own: the data types of a plan (`plan.rules`), families (`plan.families.styles`), experts
 (`wings.experts.forms`).
 """
 
@@ -19,10 +19,9 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora.feature import check_axes, features
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
-from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.families.refused import check_family
-from meshlora.plan.families.styles import family_plan, text_decoder
+from meshlora.plan.families.styles import family_plan, known_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
@@ -419,7 +418,7 @@ def _router_matrices(
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
     """Rules of the fused linears whose pieces may have adapters: those of which that is proved."""
-    family = explicit_plan(model.config.get_text_config())
+    family = known_plan(model.config.get_text_config())
     if family is None:
         return {}
     leaves = family.leaves.items()

@@ -2,7 +2,7 @@
 
 Owns: the index map, in both directions, of every way to split a dim: rows or columns of a weight, a bias, or the
 matching side of a LoRA factor. Plain arithmetic.
-Does not own: which family has which layout (`plan.families.explicit`, `plan.rules`).
+Does not own: which family has which layout (`wings.tables`, `plan.rules`).
 
 A fused matrix is a list of *pieces* (the q, k and v of a qkv) consisting of indivisible *units*: the rows of a head, or
 single rows. Pieces are interleaved in `groups` groups, each with an equal share of every piece:

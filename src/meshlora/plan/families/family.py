@@ -1,6 +1,6 @@
 """The data types of a family's plan: how its linears are split, and what else its code depends on.
 
-Owns: `Leaf`, `FamilyPlan`, shorthands for common blocks. Does not own: the families (`plan.families.explicit`,
+Owns: `Leaf`, `FamilyPlan`, shorthands for common blocks. Does not own: the families (`wings.tables`,
 `plan.families.styles`), the rules that follow (`plan.rules`).
 """
 

@@ -1,7 +1,7 @@
 """Conversion of transformers' tensor-parallel plans to `FamilyPlan`.
 
 Owns: the meaning of each style in `config.base_model_tp_plan`. Does not own: families that need more
-(`plan.families.explicit`), the rules that follow (`plan.rules`).
+(`wings.tables`), the rules that follow (`plan.rules`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from meshlora.feature import features
-from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, Leaf
 from meshlora_ground.errors import UnsupportedError
 
@@ -37,7 +36,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     """
     config = model.config.get_text_config()
     model_type = config.model_type
-    if (family := explicit_plan(config)) is not None:
+    if (family := known_plan(config)) is not None:
         if family.leaves and not _paths(layers) & family.leaves.keys():
             raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
         return family
@@ -76,6 +75,12 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         if styles.get(path) in _LEAVES and _block(path) not in gathering:
             leaves[path] = _LEAVES[styles[path]]
     return _with_streams(FamilyPlan(leaves, parameters=parameters), layers)
+
+
+def known_plan(config: Any) -> FamilyPlan | None:
+    """The plan that a table of a wing has of the family of a text part's `config`, or None."""
+    plans = (feature.known_plan(config) for feature in features())
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _with_streams(plan: FamilyPlan, layers: nn.ModuleList) -> FamilyPlan:

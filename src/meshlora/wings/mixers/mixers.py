@@ -2,7 +2,7 @@
 
 Owns: the forms of their code, and which families have them: the pieces of their fused linears, the channels of their
 convolution, parameters with a value per head. Sizes come from the module. Does not own: short convolutions, whose
-channels are plain features (`plan.families.explicit`); which rows a rank holds (`plan.layout`).
+channels are plain features (`wings.tables`); which rows a rank holds (`plan.layout`).
 
 A rank holds some of the heads, with all that belongs to them: rows of every projection, channels of the convolution,
 decay, step and skip, the gated norm, columns of the projection out. What several heads share (the key head of a delta
