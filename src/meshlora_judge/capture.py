@@ -84,6 +84,8 @@ class Capture:
         # often as a micro-batch chooses.
         odd = [path for path, module in self.model.named_modules() if type(module).__name__.endswith("Experts")]
         inside = [f"{name}." for name in (*experts, *odd)]
+        inside.append("base_model.model.logit_softcap")  # of logits (inkling2), which are compared as they leave
+        inside.append("logit_softcap")
         for path, module in self.model.named_modules():
             if isinstance(module, nn.Embedding):  # its norm (inkling) runs before ranks sum up what they look up
                 inside.append(f"{path.replace(_COPY, '.')}.")

@@ -140,6 +140,8 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "inkling_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
     | {"mlp_layer_types": ["dense", "sparse", "sparse"], "log_scaling_n_floor": 4, "unpadded_vocab_size": 200058},
+    "inkling2_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+    | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 4},
     "janus": {  # what it makes images with has sizes of its own
         "vision_config": {"projection_dim": 64},
         "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64}

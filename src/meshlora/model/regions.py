@@ -36,6 +36,8 @@ from meshlora_ground.errors import UnsupportedError, UserError
 SECOND_INPUTS = ("per_layer_input", "input_ids")
 # Keys and values that layers take from an earlier one, of the same heads of the same rank: they need no border.
 SHARED_KEYS = "shared_kv_states"
+# Streams of an attention's keys and values, which go the way of its queries' (inkling2).
+OF_KEYS = ("key_hidden_states", "value_hidden_states")
 
 
 class TokenCut:
@@ -163,7 +165,8 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         return x if plan.has_vocabulary or context.held is None else context.held.gathered(x)
 
     if plan.has_last_stage and (sp or plan.has_vocabulary or context.axis.size > 1):
-        map_output(layers[-1], into_head)
+        # Of inkling2 a mixer of earlier states comes between, on own tokens.
+        map_output(getattr(model.get_submodule(plan.layers.rpartition(".")[0]), "final_input", layers[-1]), into_head)
     return context, cut
 
 
@@ -269,13 +272,16 @@ def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, .
         if not isinstance(given.get(first), Tensor):
             raise UnsupportedError(name, "a region is called with hidden_states, first or by name")
         hidden = given[first]  # the same tensor may be query, key and value
-        rest = [value for key, value in given.items() if key not in passes and value is not hidden]
+        rest = [value for key, value in given.items() if key not in (*passes, *OF_KEYS) and value is not hidden]
         _refuse_second_input(name, rest)  # before the work of the region
-        changed = change(hidden)
+        changed = {id(hidden): change(hidden)}
+        for key in OF_KEYS:
+            if (value := kwargs.get(key)) is not None and id(value) not in changed:
+                changed[id(value)] = change(value)
         # Some attentions are called with the same tensor as query, key and value.
         return (
-            tuple(changed if value is hidden else value for value in args),
-            {key: changed if value is hidden else value for key, value in kwargs.items()},
+            tuple(changed.get(id(value), value) for value in args),
+            {key: changed.get(id(value), value) for key, value in kwargs.items()},
         )
 
     module.register_forward_pre_hook(hook, with_kwargs=True)

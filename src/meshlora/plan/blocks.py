@@ -114,6 +114,8 @@ def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *,
         if hasattr(module, name):
             values[name] = query // kv
     for name in named:
+        if not hasattr(module, name.partition(".")[0]):  # not in this layer
+            continue
         value = operator.attrgetter(name)(module)  # "config.x" is of its configuration
         values[name] = value * query // heads.query
         if name.rpartition(".")[2] in _KV_HEADS and value == heads.kv:

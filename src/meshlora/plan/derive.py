@@ -100,6 +100,8 @@ def _whole_linears(model: nn.Module, experts: Mapping[str, ExpertsRule]) -> dict
             continue
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue  # inside nn.MultiheadAttention, which reads its weight and never calls it
+        if name.endswith("sconv.weight_proj"):
+            continue  # PEFT renames adapters on it (inkling2) as it loads them, and loses them
         if not _is_product(module):
             continue  # a block-diagonal product (deepseek_v4), say: neither PEFT nor `ParallelLinear` computes it
         sizes, has_bias = _features(module), module.bias is not None

@@ -158,14 +158,16 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, i
                 if plan.linears[rider].in_features == sizes.width:
                     width += ranks.get(rider, 0)
         width *= sizes.dtype.itemsize
-        if topology.sp:
-            yield region.name, Message("forward", "allgather", FEATURES, own * width)
-            if is_reached and region.is_split:
-                yield region.name, Message("backward", "reducescatter", FEATURES, tokens * width)
-            elif is_reached:
-                yield region.name, Message("backward", "allgather", FEATURES, own * width)
-        elif region.is_split and is_reached:
-            yield region.name, Message("backward", "allreduce", FEATURES, tokens * width)
+        # An attention whose taps come from tokens has streams of keys and of values beside that of queries (inkling2).
+        for _ in range(3 if f"{region.name}.k_sconv.static_weight" in plan.parameters else 1):
+            if topology.sp:
+                yield region.name, Message("forward", "allgather", FEATURES, own * width)
+                if is_reached and region.is_split:
+                    yield region.name, Message("backward", "reducescatter", FEATURES, tokens * width)
+                elif is_reached:
+                    yield region.name, Message("backward", "allgather", FEATURES, own * width)
+            elif region.is_split and is_reached:
+                yield region.name, Message("backward", "allreduce", FEATURES, tokens * width)
 
 
 def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str]) -> Named:

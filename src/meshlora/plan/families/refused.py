@@ -54,6 +54,10 @@ _REFUSED_SPLIT = {
 }
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
+    **dict.fromkeys(
+        ("inkling2", "inkling2_loop", "inkling2_text"),
+        "its layers read states of earlier blocks, which stages do not send",
+    ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "qwen2_audio": "its code asks for the device of its tower, which other stages do not have",

@@ -110,7 +110,8 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
     Raises:
         UnsupportedError: it has something for each token, and it is not known along which dim.
     """
-    if held is None or isinstance(value, RowsOfMask):  # a mask is cut where its rows are made
+    # A mask is cut where its rows are made, and block states are kept as the layers have them (`mixers.block_states`).
+    if held is None or isinstance(value, RowsOfMask) or name == "block_states":
         return value
     if isinstance(value, tuple):
         return tuple(cut_argument(held, name, each) for each in value)

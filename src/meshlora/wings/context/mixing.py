@@ -39,7 +39,12 @@ _BY_THEMSELVES = {
 _POOLS = ("compress_rate", "index_kpool_compress_gate")  # attributes of parts of an attention
 # Attentions by the registry that make a mask or a bias of the keys, and so need them earlier than the registry's
 # function does.
-_MASK_OF_KEYS = {"doge.modeling_doge.DogeAttention", "inkling.modeling_inkling.InklingAttention"}
+_MASK_OF_KEYS = {
+    "doge.modeling_doge.DogeAttention",
+    "inkling.modeling_inkling.InklingAttention",
+    "inkling2.modeling_inkling2.Inkling2FullAttention",
+    "inkling2.modeling_inkling2.Inkling2SlidingAttention",
+}
 
 
 def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:

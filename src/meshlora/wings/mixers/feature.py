@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from meshlora.feature import Feature
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import LinearRule, ParameterRule, PlannedBlock, Region
+from meshlora.wings.mixers.block_states import keep_block_states
 from meshlora.wings.mixers.mixers import mixer_of
 
 
@@ -49,6 +50,7 @@ def _has_tensor(module: nn.Module, path: str) -> bool:
 
 class _Mixers(Feature):
     planned_block = staticmethod(planned_block)
+    finish_model = staticmethod(keep_block_states)
 
 
 FEATURE = _Mixers()

@@ -30,6 +30,7 @@ _DENSE_MLP = {"mlp.dense_h_to_4h": COLUMN, "mlp.dense_4h_to_h": ROW}
 _LAYER_MLP = {"fc1": COLUMN, "fc2": ROW}  # in the decoder layer itself
 _PER_HEAD = fused("q k v", groups="heads")
 _WIDE = ("self_attn.q_norm", "self_attn.k_norm")
+_CONVOLVED_KEYS = {"self_attn.k_sconv.conv1d.weight": 0, "self_attn.v_sconv.conv1d.weight": 0}
 _SINKS = {"self_attn.sinks": 0}
 _STREAMS = ("attn_hc", "ffn_hc")  # what mixes several residual streams, token by token
 
@@ -99,7 +100,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     # Their attention is kept whole.
     **dict.fromkeys(("doge",), FamilyPlan(_DENSE)),
     # No part of a layer can be split exactly, only the vocabulary.
-    **dict.fromkeys(("falcon_mamba", "inkling2_text", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
+    **dict.fromkeys(("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
     **dict.fromkeys(
         ("gemma4_text", "gemma4_unified_text"),
         FamilyPlan(
@@ -167,9 +168,25 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "granite_swa": FamilyPlan(_LLAMA.leaves, parameters=_SINKS),
     "granitemoe_swa": FamilyPlan(_GRANITE_MOE.leaves, parameters=_SINKS),
     "hunyuan_v1_moe": FamilyPlan({**_ATTENTION, **gated_mlp("mlp.shared_mlp")}),
+    "inkling2_text": FamilyPlan(
+        separate("self_attn", names="q_proj k_proj v_proj r_proj gate_proj sink_proj"),
+        local={"self_attn.k_sconv": ("num_heads",), "self_attn.v_sconv": ("num_heads",)},
+        parameters={
+            **_CONVOLVED_KEYS,
+            "self_attn.k_sconv.static_weight": 1,
+            "self_attn.v_sconv.static_weight": 1,
+            "self_attn.k_sconv.weight_proj.weight": 0,
+            "self_attn.v_sconv.weight_proj.weight": 0,
+            "self_attn.q_l2_clip.scale": 0,
+            "self_attn.rel_l2_clip.scale": 0,
+        },
+        whole=("self_attn.rel_logits_proj.proj",),
+        token_wise=("attention_input", "mlp_input"),
+        after=("final_input",),
+    ),
     "inkling_text": FamilyPlan(
         {**separate("self_attn", names="q_proj k_proj v_proj r_proj"), **_DENSE},
-        parameters={"self_attn.k_sconv.conv1d.weight": 0, "self_attn.v_sconv.conv1d.weight": 0},
+        parameters=_CONVOLVED_KEYS,
         whole=("self_attn.rel_logits_proj.proj", "mlp.global_scale"),
         token_wise=("mlp.gate", "mlp.shared_experts"),
     ),
