@@ -2,8 +2,8 @@
 
 Model code computes norms, rotary tables, softmaxes and the loss in float32 whatever the model's dtype. In a float64
 run each of these turns a last-bit difference into 1e-7, which hides small faults. Inside `lift()` a request for float32
-on a float64 tensor gives float64 instead, and so does a product of matrices of both; nothing else changes. In a
-comparison both sides must run inside it.
+on a float64 tensor gives float64 instead, and so does a product of matrices of both, or a sample of an image at
+coordinates; nothing else changes. In a comparison both sides must run inside it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -22,7 +22,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-_PRODUCTS = {Tensor.__matmul__, Tensor.matmul, torch.matmul}
+# Of two tensors of one dtype.
+_OF_TWO = {Tensor.__matmul__, Tensor.matmul, torch.matmul, nn.functional.grid_sample}
 
 
 class _Lift(TorchFunctionMode):
@@ -39,8 +40,8 @@ class _Lift(TorchFunctionMode):
             if kwargs:
                 kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         # Other operations promote by themselves. Of transformers below 5.23: frequencies times positions, which are
-        # integers made float32.
-        if func in _PRODUCTS and {x.dtype for x in args[:2]} == {torch.float32, torch.float64}:
+        # integers made float32. Of glm4v: positions at coordinates, which are integers made float32 too.
+        if func in _OF_TWO and {x.dtype for x in args[:2]} == {torch.float32, torch.float64}:
             args = tuple([x.double() for x in args[:2]])
         return func(*args, **kwargs) if kwargs else func(*args)
 

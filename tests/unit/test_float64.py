@@ -20,3 +20,14 @@ def test_frequencies_and_positions_of_two_dtypes_have_a_product() -> None:
     assert low.dtype == torch.bfloat16
     with pytest.raises(RuntimeError, match="expected"):
         frequencies @ positions.float()
+
+
+def test_an_image_is_sampled_at_coordinates_of_another_dtype() -> None:
+    """glm4v takes positions from a table in float64 at coordinates that are integers made float32."""
+    table, where = torch.rand(1, 3, 4, 4, dtype=torch.float64), torch.rand(1, 5, 1, 2)
+    sample = torch.nn.functional.grid_sample
+    with lift():
+        found = sample(table.to(torch.float32), where, mode="bicubic", align_corners=False)
+    assert torch.equal(found, sample(table, where.double(), mode="bicubic", align_corners=False))
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        sample(table, where, align_corners=False)
