@@ -85,6 +85,19 @@ def _alone(file: Path, made: Path, out: Path) -> list[float]:
     return reference_run(config, placed, steps=STEPS, pad_token_id=run.pad_token_id, adapter=made / "initial", out=out)
 
 
+def test_stages_make_the_completions_and_the_adapter_of_tp(
+    made: Path, folder: Path, pools: Callable[[int], Pool]
+) -> None:
+    pools(2).run(run_rl, taught_file(folder, "staged", "pp=2"), 2)
+    for step in range(1, STEPS + 1):
+        ours, theirs = records_of(folder / "staged", step), records_of(made, step)
+        assert [record["input_ids"] for record in ours] == [record["input_ids"] for record in theirs]
+    assert [line["loss"] for line in _lines(folder / "staged")] == pytest.approx(
+        [line["loss"] for line in _lines(made)], rel=1e-9
+    )
+    assert compare_adapters(folder / "staged" / "adapter", made / "adapter").relative < 1e-6
+
+
 def test_adapter_is_that_of_one_process(made: Path, folder: Path) -> None:
     losses = _alone(taught_file(folder, "made", ""), made, folder / "alone")
     assert compare_adapters(made / "adapter", folder / "alone").relative < 1e-6

@@ -49,15 +49,16 @@ def distill_file(folder: Path, name: str, topology: str, **changes: Any) -> Path
     return run_file(folder, name, topology, **SHORT | changes)
 
 
+@pytest.mark.parametrize("topology", ["tp=2,sp", "pp=2"])
 @pytest.mark.parametrize("kind", ["a second model", "itself in a context"])
 def test_run_gives_the_adapter_of_one_process(
-    kind: str, teacher: Path, tmp_path: Path, pools: Callable[[int], Pool]
+    kind: str, topology: str, teacher: Path, tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:
     objective: dict[str, Any] = {"kind": "distill", "teacher": str(teacher), "divergence": "jsd", "beta": 0.3}
     if kind != "a second model":
         objective = {"kind": "distill", "teacher": "itself", "context": "Be brief.", "divergence": "reverse_kl"}
     objective |= {"temperature": 1.3, "cross_entropy": 0.2}
-    file = distill_file(tmp_path, "run", "tp=2,sp", train__objective=objective)
+    file = distill_file(tmp_path, "run", topology, train__objective=objective)
     pools(2).run(run_and_keep_groups, file, 2)
     output = tmp_path / "run"
     losses = train_alone(file, initial=output / "initial", out=tmp_path / "reference")
@@ -96,7 +97,7 @@ def _record(file: Path, out: Path) -> None:
     record(run, out, 5)
 
 
-@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2", "cp=2"])
+@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2", "cp=2", "pp=2"])
 def test_a_record_is_what_transformers_says(topology: str, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     file, out = distill_file(tmp_path, "teacher", topology), tmp_path / "taught.jsonl"
     pools(2).run(_record, file, out)
@@ -138,7 +139,7 @@ def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused(teacher: Path, 
     ("changes", "words"),
     [
         ({"topology": "cp=2"}, "other rows than the student"),
-        ({"topology": "pp=2"}, "stages of layers"),
+        ({"topology": "pp=2,interleave=2"}, "leave out interleave"),
         ({"data__packing": True}, "other rows than the student"),
     ],
 )

@@ -125,8 +125,9 @@ REFUSED: tuple[Refused, ...] = (
         "the policy that is trained would be another one than the one that acts", "set model.disable_dropout: true"
     ),
     _refused(
-        {F.MADE, F.SAMPLES, F.METRICS, F.LOAD, F.COMMAND, F.GENERATE, F.BATCHED, F.LABELS, F.SCORES}, F.INTERLEAVE
-    )("outside of a step of meshlora train a rank runs one stage", "leave out interleave"),
+        {F.DISTILLED, F.MADE, F.SAMPLES, F.METRICS, F.LOAD, F.COMMAND, F.GENERATE, F.BATCHED, F.LABELS, F.SCORES},
+        F.INTERLEAVE,
+    )("a rank runs its stages in turns in training by the model itself alone", "leave out interleave"),
     # What comes with the data.
     _refused({F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD, F.DISTILLED}, F.IMAGES)(
         "it is not proved with images"
@@ -152,7 +153,7 @@ REFUSED: tuple[Refused, ...] = (
         "set model.disable_dropout: true, and lora_dropout: 0",
     ),
     # Stages of layers, tokens cut over ranks, a sharded base.
-    _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.DISTILLED}, F.STAGES)(
+    _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED}, F.STAGES)(
         "it is not proved with stages of layers", "use pp=1"
     ),
     _refused(F.SHARDED, F.INTERLEAVE)("it is not proved with stages of layers", "use pp=1"),

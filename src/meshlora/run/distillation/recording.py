@@ -20,7 +20,7 @@ from meshlora.run.evaluate import Evaluation, load_to_generate
 from meshlora.run.heads import places_of
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
-from meshlora.train.losses import to_head
+from meshlora.train.losses import before_last, to_head
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.float64 import lift, wide_dtype
 
@@ -51,10 +51,11 @@ def recorded_rows(
         whole = torch.zeros(len(indices), longest, number, 2, device=mesh.device)
         for batch in batching.batches(data, indices):
             with torch.no_grad(), lift(model.dtype == torch.float64):
-                said = _likeliest(model, batch, number)
-            _put(whole, said, batch)  # which the lift would make float64
-        # Each rank has filled in its own tokens, and zeros elsewhere.
-        of_all = all_reduce_sum(whole, mesh.data).cpu()
+                said = None if before_last(model, batch) is not None else _likeliest(model, batch, number)
+            if said is not None:
+                _put(whole, said, batch)  # which the lift would make float64
+        # Each rank of the last stage has filled in its own tokens, and zeros elsewhere.
+        of_all = all_reduce_sum(whole, mesh.losses).cpu()
         for index, found in zip(indices.tolist(), of_all, strict=True):
             sequence = data[index]
             is_trained = sequence.is_trained.copy()

@@ -25,7 +25,7 @@ from meshlora.run.distillation.divergence import Hidden, Likeliest
 from meshlora.run.heads import places_of
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
-from meshlora.train.losses import Found, to_head
+from meshlora.train.losses import Found, before_last, to_head
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.objectives.distillation import Distill
@@ -86,15 +86,21 @@ def said_in_context(
     objective: Distill, model: Any, batching: Batching, data: TokenizedDataset, indices: np.ndarray
 ) -> InContext:
     """What the teacher says of the examples `indices`, whose second rows it sees. Collective."""
-    rows, head = dict[int, Tensor](), None
+    rows = dict[int, Tensor]()
+    head: Callable[[Tensor], Tensor] = _never  # of a stage before the last, which has no loss
     for batch in with_context(batching).batches(data, indices):
         found = _of_model(objective, model, batch)
+        if found is None:
+            continue
         head = found.head
         numbers = (batch.labels >= 0).sum(1).tolist()
         places = [-1] if batch.is_dummy else [place // 2 for place in places_of(batch).tolist()]
         rows |= dict(zip(places, found.rows.split(numbers), strict=True))
-    assert head is not None
     return InContext(rows, head)
+
+
+def _never(_: Tensor) -> Tensor:
+    raise AssertionError("the last stage alone has a head")
 
 
 def with_context(batching: Batching) -> Batching:
@@ -102,8 +108,10 @@ def with_context(batching: Batching) -> Batching:
     return dataclasses.replace(batching, only=1)
 
 
-def _of_model(objective: Distill, model: Any, batch: Batch) -> Hidden:
-    """At the trained tokens of a batch, of a second model or of the reference of `model`."""
+def _of_model(objective: Distill, model: Any, batch: Batch) -> Hidden | None:
+    """At the trained tokens of a batch, of a second model or of the reference of `model`; None: it has a later stage
+    that says it.
+    """
     teacher = model if objective.folder is None else runtime(model).teacher
     is_training = teacher.training
     teacher.eval()
@@ -114,10 +122,16 @@ def _of_model(objective: Distill, model: Any, batch: Batch) -> Hidden:
         with reference_in_use(model):
             return run()
 
+    def run() -> Found | None:
+        return to_head(teacher, batch) if before_last(teacher, batch) is None else None
+
     try:
-        rows, head, _ = rows_and_head(teacher, as_teacher(lambda: to_head(teacher, batch)))
+        found: Found | None = as_teacher(run)
     finally:
         teacher.train(is_training)
+    if found is None:
+        return None
+    rows, head, _ = rows_and_head(teacher, found)
     trained = batch.trained
     assert trained is not None
     # The head runs later, when the student is in use again.
