@@ -258,6 +258,13 @@ OF_GENERATION: dict[str, Fault] = {
         "one.mesh.over(SEQUENCES)",
         "tests/extra/test_rl.py::test_a_generation_is_used_for_several_updates[pp=2]",
     ),
+    "recorded_on_the_first_stage": Fault(
+        "a record has what the last stage says",
+        "run/distillation/recording.py",
+        "of_all = all_reduce_sum(whole, mesh.losses)",
+        "of_all = all_reduce_sum(whole, mesh.data)",
+        "tests/ranks/test_distillation.py::test_a_record_is_what_transformers_says[pp=2]",
+    ),
     "ranks_draw_from_states_of_their_own": Fault(
         "the ranks of a replica draw from one random state",
         _GENERATION,

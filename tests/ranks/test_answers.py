@@ -109,7 +109,7 @@ def test_metrics_are_those_of_transformers_and_peft_and_change_no_step(
     assert kept[0].keys() - kept[1].keys() == {"generate.metrics"}, "the hash of the function's file"
 
 
-@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2"])
+@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2", "pp=2"])
 def test_metrics_are_equal_on_every_mesh_and_rank_0_alone_runs_the_function(
     topology: str, folder: Path, alone: dict[int, dict[str, float]], pools: Callable[[int], Pool]
 ) -> None:

@@ -57,8 +57,9 @@ def test_texts_of_several_ranks_are_those_of_one(
     words += ["generate.no_repeat_ngram_size=2"]
     alone = _generated(read_run(file, words), 1)
     assert len(set(alone)) > 2, alone
-    for found in pools(2).run(_generated, read_run(file, [*words, "topology=tp=2,sp"]), 2):
-        assert found == alone
+    for topology in ("tp=2,sp", "pp=2"):
+        for found in pools(2).run(_generated, read_run(file, [*words, f"topology={topology}"]), 2):
+            assert found == alone, topology
 
 
 def test_what_is_drawn_does_not_depend_on_the_number_of_ranks(file: Path, pools: Callable[[int], Pool]) -> None:

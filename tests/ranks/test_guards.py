@@ -47,6 +47,21 @@ def test_outputs_of_which_a_rank_has_a_part_are_refused(
         pools(2).run(_forward, topology, option)
 
 
+def _on_stages(option: str) -> None:
+    model, ids = meshlora.load(twin_config("llama"), topology="pp=2"), make_batches().input_ids
+    if option == "return_dict":
+        model(input_ids=ids, return_dict=False)
+    model(inputs_embeds=torch.zeros(*ids.shape, model.config.hidden_size))
+
+
+@pytest.mark.parametrize("option", ["return_dict", "inputs_embeds"])
+def test_forwards_of_which_stages_know_no_tokens_or_no_names_are_refused(
+    option: str, pools: Callable[[int], Pool]
+) -> None:
+    with pytest.raises(RankError, match=f"{option} of a forward on pp=2"):
+        pools(2).run(_on_stages, option)
+
+
 def _finish_twice(zero: bool) -> None:
     model = meshlora.load(twin_config("llama"), lora=LORA)
     ids = make_batches().input_ids
