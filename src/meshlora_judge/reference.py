@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,7 @@ def losses_of(
         inputs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
         if "encoder_input_ids" in more:  # the decoder reads labels as the model itself shifts them
             inputs = {"input_ids": more.pop("encoder_input_ids"), "attention_mask": more.pop("encoder_attention_mask")}
-            shift: Any = inner.prepare_decoder_input_ids_from_labels
-            inputs["decoder_input_ids"] = shift(labels=batch.labels)
+            inputs["decoder_input_ids"] = _shifted(inner, batch.labels)
             inputs["decoder_attention_mask"] = batch.attention_mask
         found = inner(**inputs, **options, **more)
         outputs = found.logits if "logits" in found else found.last_hidden_state
@@ -138,6 +138,17 @@ def losses_of(
             return embeddings(objective, outputs, batch), outputs
         each = losses(objective, outputs, batch, base, is_training=torch.is_grad_enabled(), point=point)
     return each, outputs
+
+
+def _shifted(model: Any, labels: Tensor) -> Tensor:
+    """What the decoder of `model` reads, as its forward makes it of `labels`."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        found = model.prepare_decoder_input_ids_from_labels(labels=labels)
+    else:
+        shift = sys.modules[type(model).__module__].shift_tokens_right
+        found = shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
+    assert isinstance(found, Tensor)
+    return found
 
 
 def frozen_policy(model: Base, adapter: str | Path | None, **options: Any) -> Any:

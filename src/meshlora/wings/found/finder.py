@@ -79,7 +79,7 @@ def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
         found.units |= one.units
         found.kept_whole |= one.kept_whole
     # A block that is whole in one kind of layer is so in all: its paths are the same.
-    for block in found.kept_whole.keys() & found.units.keys():
+    for block in found.kept_whole:
         found.drop(block)
     found.add(FamilyPlan({}, before=before, after=after))
     return found
@@ -215,7 +215,7 @@ class _Layer:
         made = self.seen.made[column]
         for row, feature in itertools.product(rows, (0, made.shape[-1] - 1)):
             (found,) = gradients(self.seen.read[row], [made], features=torch.tensor([feature]))
-            if rows_in(found) != {feature}:
+            if not rows_in(found) <= {feature}:  # none of a feature that relu has set to zero for all tokens
                 return False
         return True
 
