@@ -80,7 +80,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
     for (title, value), axis in zip(_PANELS.items(), axes.flat, strict=True):
         for number, (name, metrics) in enumerate(zip(names, all_metrics, strict=True)):
             color = f"C{number % 10}"
-            x, y = [step["step"] for step in metrics.steps], [value(step) for step in metrics.steps]
+            x, y = [step["step"] for step in metrics.steps], list(map(value, metrics.steps))
             axis.plot(x, y, color=color, linewidth=1.2, label=name)
             if title == "loss" and metrics.evaluations:
                 x, y = ([each[key] for each in metrics.evaluations] for key in ("step", "eval_loss"))

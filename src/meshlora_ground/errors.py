@@ -54,7 +54,7 @@ class UserError(MeshloraError):
     exit_code = 2
 
     def __init__(self, given: str, rule: str, way_out: str = "") -> None:
-        parts = [_escaped(part) for part in (given, rule, way_out)]
+        parts = list(map(_escaped, (given, rule, way_out)))
         self.given, self.rule, self.way_out = fitted(parts, _LONGEST_MESSAGE - len(": ; "))
         message = f"{self.given}: {self.rule}"
         if self.way_out:

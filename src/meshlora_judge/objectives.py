@@ -132,7 +132,7 @@ def load_balancing_loss(model: Any, logits: Sequence[tuple[Tensor, ...]], masks:
     model: the causal LM of transformers, without PEFT's wrapper.
     """
     function = sys.modules[type(model).__module__].load_balancing_loss_func
-    together = tuple(torch.cat(layer) for layer in zip(*logits, strict=True))
+    together = tuple(map(torch.cat, zip(*logits, strict=True)))
     mask = torch.cat([mask.flatten() for mask in masks]).unsqueeze(0)
     # A composite has the numbers in the configuration of its text part alone.
     of = model if hasattr(model, "num_experts") else model.config.get_text_config()

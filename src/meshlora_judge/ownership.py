@@ -34,7 +34,7 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
         rows[name] = _prints(matrix)
         columns[name] = _prints(matrix.T)
     for name, stack in matrices(model).items():
-        rows[name] = torch.stack([_prints(matrix) for matrix in stack.double()])
+        rows[name] = torch.stack(list(map(_prints, stack.double())))
         columns[name] = torch.stack([_prints(matrix.T) for matrix in stack.double()])
     return rows, columns
 

@@ -46,7 +46,7 @@ class Piece:
 
     def places(self, whole: Tensor) -> tuple[Tensor, ...]:
         """Index of these values in the whole: `whole[places]` has their shape."""
-        entries = [torch.arange(size) for size in whole.shape[: 1 + (self.dim or 0)]]
+        entries = list(map(torch.arange, whole.shape[: 1 + (self.dim or 0)]))
         if self.rows is not None:
             entries[0] = self.rows
         if self.dim is not None and self.index is not None:

@@ -449,7 +449,7 @@ def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channel
             pairs.append(pair)
             if rank in pair:
                 own, is_before = pair, rank == before
-        arrivals.partitions.append([tuple(pair) for pair in pairs])
+        arrivals.partitions.append(list(map(tuple, pairs)))
         for here, there in (("to_next", "from_before"), ("from_next", "to_before")):
             group = _opened(pairs)  # by all ranks, also those that are in none of the pairs
             if own is not None:
@@ -473,7 +473,7 @@ def _opened(groups: list[list[int]]) -> dist.ProcessGroup | None:
 
 def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrivals) -> Axis:
     ranks = next(group for group in groups if rank in group)
-    arrivals.partitions.append([tuple(group) for group in groups])
+    arrivals.partitions.append(list(map(tuple, groups)))
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:
         group = dist.group.WORLD  # open already: a second one would take memory of its own on a GPU

@@ -80,7 +80,7 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
         return
     stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])  # model.layers.0 -> model
     fully_shard(stack, mesh=mesh.data.as_torch_mesh(mesh.device.type), ignored_params=set(stack.parameters()))
-    layers = [model.get_submodule(unit) for unit in plan.units]
+    layers = list(map(model.get_submodule, plan.units))
     for index, layer in enumerate(layers):
         assert isinstance(layer, FSDPModule)
         # The first names itself, which is gathered already. Left to torch, it would prefetch the last layer of an

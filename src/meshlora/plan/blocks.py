@@ -74,7 +74,7 @@ def parameter_layout(path: str, width: int, heads: Heads | None) -> Layout:
     if heads is None:
         return Layout.plain(width)
     number = heads.query
-    if any(_OF_KEYS.match(part) for part in path.split(".")):
+    if any(map(_OF_KEYS.match, path.split("."))):
         number = heads.kv
     return Layout.plain(number, width // number, can_replicate=number < heads.query)
 

@@ -221,7 +221,7 @@ def _with_placeholders(record: Record, found: _Spans, processor: Any) -> tuple[_
     turns, left_out = [*map(moved, found.turns)], [*map(moved, found.left_out)]
     words = [(moved((place, place))[0], lost) for place, lost in found.lost_words]
     (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
-    tokens = Leading(list(ids), [tuple(pair) for pair in offsets], is_whole=True)
+    tokens = Leading(list(ids), list(map(tuple, offsets)), is_whole=True)
     return _Spans(text, turns, left_out, found.lost, words), tokens, [one["new_span"] for one in replaced]
 
 

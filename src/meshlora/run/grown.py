@@ -190,7 +190,7 @@ def with_vocabulary_of(folder: str, adapter: str, *, trust_remote_code: bool = F
 
 
 def _is_saved(name: str, settings: Mapping[str, Any]) -> bool:
-    return any(name.endswith(saved) for saved in settings.get("modules_to_save") or ())
+    return any(map(name.endswith, settings.get("modules_to_save") or ()))
 
 
 def _last_token(settings: Mapping[str, Any]) -> int:
@@ -319,7 +319,7 @@ def rows_to_train(lora: Mapping[str, Any], added: Added) -> dict[str, Any]:
     named = [*(lora.get("modules_to_save") or ())]
     if isinstance(targets := lora.get("target_modules"), list):
         named += targets
-    trained = {end for end in added.ends if any(end.endswith(name) for name in named)}
+    trained = {end for end in added.ends if any(map(end.endswith, named))}
     modules = [module for module in added.modules if module not in trained]
     is_tied = len(added.modules) < len(added.ends)  # one weight: rows of one of its names are rows of the other
     if lora.get("trainable_token_indices") or not modules or (is_tied and trained):

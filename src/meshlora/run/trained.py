@@ -202,7 +202,7 @@ class TrainedAdapter:
         for line in lines_until(self.output / "metrics.jsonl", self.start)[0]:
             values = json.loads(line)
             if "eval_answers" in values:
-                names = [name_of(metric) for metric in self.run.config.generate.metrics]
+                names = list(map(name_of, self.run.config.generate.metrics))
                 scores = {name: values[f"eval_{name}"] for name in names if f"eval_{name}" in values}
                 found[values["step"] > 0] = scores
         return found[0], found[1]

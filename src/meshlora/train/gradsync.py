@@ -131,7 +131,7 @@ def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence
         # 0 and None only measure.
         if max_norm:
             # The same epsilon as torch.nn.utils.clip_grad_norm_.
-            _multiply([_grad(factor) for factor in factors], (max_norm / (norm + 1e-6)).clamp(max=1.0))
+            _multiply(list(map(_grad, factors)), (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norms
 
 

@@ -63,7 +63,7 @@ def _import(options: argparse.Namespace) -> None:
     if options.nproc is not None and not 1 <= options.nproc <= 10**5:
         raise UserError(f"--nproc {options.nproc}", "it is a number of processes, at least 1")
     draft = imported(
-        Path(options.file), whose=options.whose, processes=options.nproc, beside=[Path(each) for each in options.beside]
+        Path(options.file), whose=options.whose, processes=options.nproc, beside=list(map(Path, options.beside))
     )
     if draft.gaps and not options.allow_missing:
         raise _refusal(draft)

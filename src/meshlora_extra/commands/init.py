@@ -69,7 +69,7 @@ def _init(options: argparse.Namespace) -> None:
         goal=given["goal"] or None,  # type: ignore[arg-type] # one of them
         epochs=epochs,
         steps=steps,
-        columns=dict(_columns(each) for each in options.columns) or None,
+        columns=dict(map(_columns, options.columns)) or None,
     )
     say = Console().say
     try:

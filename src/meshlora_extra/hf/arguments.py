@@ -75,7 +75,7 @@ def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
     given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
     given = {name: value for name, value in given.items() if not name.startswith(_OF_A_RANK)}
     given["len(train_dataset)"] = len(data) if hasattr(data, "__len__") else None
-    own = torch.tensor([fingerprint_of(value) for value in given.values()], device=mesh.device)
+    own = torch.tensor(list(map(fingerprint_of, given.values())), device=mesh.device)
     of_ranks = all_gather(own, mesh.world).view(-1, len(given)).tolist()
     for place, name in enumerate(given):
         if other := [rank for rank, found in enumerate(of_ranks) if found[place] != of_ranks[0][place]]:

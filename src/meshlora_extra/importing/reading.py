@@ -124,5 +124,5 @@ def _of_command(file: Path, found: list[Command], whose: str | None) -> Recipe:
     notes = []
     if len(found) > 1:
         notes.append(f"the file has {len(found)} commands; this is the first")
-    beside = tuple(Path(each) for each in first.files)
+    beside = tuple(map(Path, first.files))
     return Recipe(file, inner.trainer, given, method=first.method, beside=beside, notes=tuple(notes), lost=first.lost)

@@ -48,7 +48,7 @@ def source(
 
 def put_sources(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -> None:
     """Write sources under `data.train` or `data.eval`; what all have in common as `data.format`, `data.columns`."""
-    own = [dict(each) for each in found]
+    own = list(map(dict, found))
     for each in own:
         draft.names(each["path"], why)
     for name in ("format", "columns"):

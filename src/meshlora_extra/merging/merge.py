@@ -466,7 +466,7 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
             value = value[place]
     if not output.part:
         value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
-    if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) would copy
+    if change != Change() and not all(map(torch.isfinite, value.aminmax())):  # isfinite(value) would copy
         raise _not_finite(output, source)
     if planned.rounding is not None and output.part:
         return planned.rounding.rounded(value.float(), output.part)

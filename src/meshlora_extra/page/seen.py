@@ -148,7 +148,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
         return []
     found = []
     for line in reversed(_lines(file, most_bytes=_MOST_SAMPLE_BYTES)[-_MOST_SAMPLES:]):
-        step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
+        step, prompt, text = map(line.get, ("step", "prompt", "text"))
         if _is_finite(step) and isinstance(prompt, str) and isinstance(text, str):
             found.append({"step": step, "prompt": prompt[-_LONGEST:], "text": text[:_LONGEST]})
     return found

@@ -87,7 +87,7 @@ def cider(hypotheses: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) 
     documents: Counter[tuple[str, ...]] = Counter()
     counted = []
     for own in references:
-        counted.append([_counts(reference) for reference in own])
+        counted.append(list(map(_counts, own)))
         documents.update(set().union(*itertools.chain.from_iterable(counted[-1])))  # once for a text's references
     total = 0.0
     for tokens, own, each in zip(hypotheses, references, counted, strict=True):

@@ -106,7 +106,7 @@ def _generation_eval(hypotheses: Sequence[str], references: References) -> dict[
 
 def _tokenized(hypotheses: Sequence[str], references: References, split: Callable[[str], Any]) -> tuple[Any, Any]:
     """`split` of each text: of the hypotheses, and of each one's references."""
-    return [split(text) for text in hypotheses], [[split(text) for text in own] for own in references]
+    return list(map(split, hypotheses)), [list(map(split, own)) for own in references]
 
 
 def spaced(text: str) -> str:
@@ -124,7 +124,7 @@ def _bleu(hypotheses: Sequence[str], references: References, *, lowercase: bool)
 
 def _streams(references: References) -> list[Any]:
     """As sacrebleu takes them: the first reference of every hypothesis, the second, ...; None if missing."""
-    return [list(stream) for stream in zip_longest(*references)]
+    return list(map(list, zip_longest(*references)))
 
 
 def shown(found: Mapping[str, Any]) -> str:

@@ -144,7 +144,7 @@ def cards_needed(problem: Problem) -> Prediction | None:
         batch = max(problem.global_batch, number)
         on_more = dataclasses.replace(problem, gpus=number, global_batch=batch, micro_batch=None, recompute=None)
         try:
-            best = choose(on_more, [Topology.parse(text) for text in texts]).ranked[0]
+            best = choose(on_more, list(map(Topology.parse, texts))).ranked[0]
         except UserError:  # none of these can be
             return None
         if best.fits:

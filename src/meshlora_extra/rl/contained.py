@@ -56,7 +56,7 @@ def _become(folder: str, command: list[str], libc: ctypes.CDLL) -> None:
     """Turn this process into the stranger's."""
     os.setsid()
     os.chdir(folder)
-    if os.geteuid() == 0 and all(_is_open(path) for path in (sys.executable, sys.base_prefix, __file__)):
+    if os.geteuid() == 0 and all(map(_is_open, (sys.executable, sys.base_prefix, __file__))):
         os.chown(folder, _NOBODY, _NOBODY)
         os.setgroups([])
         os.setgid(_NOBODY)

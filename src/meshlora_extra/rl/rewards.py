@@ -281,7 +281,7 @@ def _tests(one: UnitTestsReward, name: str) -> Score:
         raise UserError(name, rule, "raise its limits, and look whether other users may read this Python")
 
     def of_all(completions: Sequence[Completion]) -> list[float]:
-        tests = [str(each) for each in _each(name, lambda each: _field(each, one.field))(completions)]
+        tests = list(map(str, _each(name, lambda each: _field(each, one.field))(completions)))
         programs = [each.prompt * one.with_prompt + code_in(each.text) for each in completions]
         return [float(how == "passed") for how in run_tests(programs, one, tests)]
 

@@ -37,7 +37,7 @@ def differences_from(
         ranks: each rank's own values where they differ, or its shard. steps: values after other steps, by step.
     """
     in_file = {part.name: part.key for part in adapter.names.parts}
-    by_rank = [_by_name(own) for own in ranks]
+    by_rank = list(map(_by_name, ranks))
     by_step = {step: _by_name(own) for step, own in (steps or {}).items()}
     causes: dict[str, list[str]] = {}
     for name, value in _by_name(values).items():

@@ -64,9 +64,9 @@ def names_of(keys: Collection[str], config: Mapping[str, Any] | None, files: Col
     """Names of the tensors `keys` beside a configuration, or none, and other `files` of the folder."""
     # One key is enough: no writer mixes layouts, and the rest of the file may be other tensors.
     for pattern, layout in ((_MEGATRON, "Megatron"), (_TORCHTUNE, "torchtune")):
-        if any(pattern.search(key) for key in keys):
+        if any(map(pattern.search, keys)):
             return Names([_other(key, pattern) for key in sorted(keys)], layout, is_peft=False)
-    parts = [_of_peft(key) for key in sorted(keys)]
+    parts = list(map(_of_peft, sorted(keys)))
     # loralib's factors are parameters, not modules. AdaLoRA's in PEFT are, too, but come with a configuration.
     bare = [part for part in parts if part.side in ("A", "B") and part.key.endswith((".lora_A", ".lora_B"))]
     if bare and config is None:

@@ -75,7 +75,7 @@ class Recording:
     def write(self, folder: Path) -> None:
         """Write or replace this rank's file, whole or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        values = vars(self) | {"steps": [vars(step) for step in self.steps]}
+        values = vars(self) | {"steps": list(map(vars, self.steps))}
         write_atomically(_file_of(folder, self.rank), lambda path: write_values(values, path))
 
 
@@ -95,7 +95,7 @@ def read_recordings(folder: Path) -> list[Recording]:
     if not files:
         rule = "it holds no recording"
         raise UserError(f"{folder}", rule, "meshlora_judge.record writes one: docs/judge.md")
-    found = [_read(file) for file in files]
+    found = list(map(_read, files))
     size = found[0].world_size
     missing = sorted(set(range(size)) - {each.rank for each in found})
     if missing or len(found) != size:

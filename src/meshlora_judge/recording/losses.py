@@ -101,7 +101,7 @@ def names_of(loss_type: Any) -> list[str]:
 def _plain(value: Any) -> Any:
     """An enum as its value, in a list too: releases differ."""
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
+        return list(map(_plain, value))
     return value.value if isinstance(value, enum.Enum) else value
 
 

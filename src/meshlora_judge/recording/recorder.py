@@ -243,7 +243,7 @@ class Recorder:
         return {self._named(plain(name)): p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _is_ours(self, optimizer: Any) -> bool:
-        ours = {id(parameter) for parameter in self._trained().values()}
+        ours = set(map(id, self._trained().values()))
         return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
 
     def _describe(self) -> None:

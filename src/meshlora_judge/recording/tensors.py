@@ -121,7 +121,7 @@ def placement(tensor: Tensor) -> dict[str, Any]:
         "kind": "dtensor",
         "shape": list(tensor.shape),
         "local": list(tensor.to_local().shape),
-        "placements": [str(each) for each in tensor.placements],
+        "placements": list(map(str, tensor.placements)),
         "mesh": [[name, size] for name, size in zip(mesh.mesh_dim_names or [""] * mesh.ndim, mesh.shape, strict=True)],
     }
 

@@ -138,7 +138,7 @@ def _numbers(answer: Any, prompt: list[int]) -> list[float] | None:
     if found is None or len(found) != len(prompt) - 1:
         return None
     is_right = [isinstance(x, int | float) and math.isfinite(x) and x < 1e-3 for x in found]
-    return [float(x) for x in found] if all(is_right) else None
+    return list(map(float, found)) if all(is_right) else None
 
 
 def served_names(models: Mapping[str, str | None], name: str | None, base: str | None, folder: str) -> tuple[str, Any]:

@@ -104,7 +104,7 @@ class Verdict:
             phase: {"worst": worst, "limit": limit, "number": number}
             for phase, (worst, limit, number) in self.compared.items()
         }
-        findings = [asdict(finding) for finding in self.findings]
+        findings = list(map(asdict, self.findings))
         return {
             "proved": self.is_proved,
             "findings": findings,

@@ -591,7 +591,7 @@ class RunConfig:
             raise UserError(f"train.sample_every={self.train.sample_every}", "there is nothing to continue", way_out)
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
-        watched, known = self.train.early_stopping, [name_of(one) for one in self.generate.metrics]
+        watched, known = self.train.early_stopping, list(map(name_of, self.generate.metrics))
         if watched.is_of_answers and watched.metric not in known:
             way_out = did_you_mean(watched.metric, known) if known else "give generate.metrics: [exact_match]"
             rule = "it is neither loss nor one of generate.metrics"
@@ -655,7 +655,7 @@ class RunConfig:
         found = {f"{group}.{name}": value for group, options in groups.items() for name, value in vars(options).items()}
         found |= {name: value for name, value in (self.lora or {}).items() if name in _OF_ADAPTER}
         found |= {"topology": Topology.parse(self.topology), "rl": self.rl, "reference": self.reference}
-        every = [sources_of(each) for each in (self.data.train, self.data.eval_files)]
+        every = list(map(sources_of, (self.data.train, self.data.eval_files)))
         found["sources"] = max(map(self.data.num_read_apart, (self.data.train, self.data.eval_files)))
         found["weights"] = any(each.weight is not None for of_option in every for each in of_option)
         found["rows of sources"] = any(each.rows for of_option in every for each in of_option)

@@ -146,7 +146,7 @@ def _changed_keys(change: Any) -> Any:
     def hook(_: Any, args: Any, kwargs: Any) -> Any:
         shared = {}
         for kind, pair in kwargs[regions.SHARED_KEYS].items():
-            shared[kind] = tuple(change(each) for each in pair)
+            shared[kind] = tuple(map(change, pair))
         return args, kwargs | {regions.SHARED_KEYS: shared}
 
     return hook

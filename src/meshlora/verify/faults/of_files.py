@@ -46,7 +46,7 @@ def shard_missing_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> 
 
     def first_alone(t: Tensor, dim: int, tp: int) -> Tensor:
         shards = t.tensor_split(tp, dim)
-        return torch.cat([shards[0], *(torch.zeros_like(shard) for shard in shards[1:])], dim)
+        return torch.cat([shards[0], *map(torch.zeros_like, shards[1:])], dim)
 
     return _changed(full, model, adapter, first_alone, split=True)
 

@@ -76,7 +76,7 @@ class Pack(Function):
             stacks.append(a)
         # x for dA alone: with frozen A nothing of it is kept.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *stacks)
-        ctx.width, ctx.ranks, ctx.dtypes = x.shape[1], [len(a) for a in factors], [a.dtype for a in factors]
+        ctx.width, ctx.ranks, ctx.dtypes = x.shape[1], list(map(len, factors)), [a.dtype for a in factors]
         ctx.how = [(rider.scale, rider.dropout) for rider in riders]
         return torch.cat(parts, 1)
 

@@ -36,7 +36,7 @@ def digest(code: CodeType, *, may_be_decorated: bool = False) -> str:
     body = function.body
     if ast.get_docstring(function) is not None:
         body = body[1:]
-    statements = [ast.unparse(statement) for statement in body]
+    statements = list(map(ast.unparse, body))
     return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
 
 

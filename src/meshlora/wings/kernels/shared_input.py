@@ -184,7 +184,7 @@ def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
     if found is None or found.backward != running_backward():
         gradient = InputGradient()
         leaves, factors, scale = joined or Joined((), (), 1.0)
-        together = JoinedGradient([len(a) for a in factors], scale)
+        together = JoinedGradient(list(map(len, factors)), scale)
         token, *zs = ShareFunction.apply(x, gradient, together, *factors)
         takes = {leaf: partial(together.take_dz, place) for place, leaf in enumerate(leaves)}
         own = SharedInput(gradient, token, dict(zip(leaves, zs, strict=True)), takes, running_backward())

@@ -86,9 +86,7 @@ class PackedMask:
         """Those of this mask's own forward: layers that run again in a backward have them too."""
         if not self.is_known:
             self.is_known, found = True, running.of_rows  # once: of the forward that made the mask
-            fits = found is not None and [sum(row) for row in found] == self.given["batch_size"] * [
-                self.given["q_length"]
-            ]
+            fits = found is not None and list(map(sum, found)) == self.given["batch_size"] * [self.given["q_length"]]
             self._lengths = found if fits else None
         return self._lengths
 
@@ -156,7 +154,7 @@ def _attention(
         return call(query, key, value, attention_mask, *args, **kwargs)
     running.apart.add(module)
     sizes = {n for of_row in lengths for n in of_row}
-    masks = [attention_mask.alone(n) for n in sizes]
+    masks = list(map(attention_mask.alone, sizes))
     if len(sizes) == 1:
         # `[B, h, N L, d]` -> `[B N, h, L, d]`, a view of one row: a batch, for which there are the fastest kernels.
         batch = (x.unflatten(2, (-1, *sizes)).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
