@@ -788,13 +788,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "ints_zeros_off_by_one": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
             "ints_zero_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
             "ints_order_ignored": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "ints_order_of_the_first_inputs": ("forward", f"{FIRST_ATTENTION}.o_proj", "its own weights"),
+            "ints_order_of_the_first_inputs": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
         },
     ),
     "integers of AWQ": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "awq"},
         {
-            "quantized_halves_swapped": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_halves_swapped": ("loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", ""),
             "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
         },
     ),
