@@ -116,7 +116,8 @@ def _difference(ours: Path, theirs: Path, task: str) -> str:
     if os.path.isdir(base := b.get("base_model_name_or_path") or ""):
         b["base_model_name_or_path"] = os.path.abspath(base)  # ours is loaded from any folder
     for name, value in sorted((b | _OF_USE | {"task_type": task}).items()):
-        if name in _BY_EFFECT and b.get("target_parameters"):
+        # Linears that PEFT would take for experts are parameters in ours, of the same keys (deepseek_v3, sarvam_mla).
+        if name in _BY_EFFECT and (a.get("target_parameters") or b.get("target_parameters")):
             continue
         if _unordered(a.get(name)) != _unordered(value):
             return f"{name} is {a.get(name)!r}, not {value!r}"

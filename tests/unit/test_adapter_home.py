@@ -161,6 +161,16 @@ def test_the_judge_knows_a_relative_base_under_its_whole_path(tmp_path: Path, mo
         assert (_difference(ours, theirs, "CAUSAL_LM") == "") == is_right, stored
 
 
+def test_the_judge_knows_linears_under_their_names_as_parameters_by_what_peft_loads(tmp_path: Path) -> None:
+    """deepseek_v3 with all linears: PEFT would take `mlp.gate_proj` in a stored list for its experts."""
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    values = {"inference_mode": True, "task_type": "CAUSAL_LM", "target_parameters": None}
+    theirs.write_text(json.dumps({**values, "target_modules": ["q_proj", "gate_proj"]}))
+    for parameters, is_right in ((["mlp.gate_proj.weight"], True), (None, False)):
+        ours.write_text(json.dumps({**values, "target_modules": ["q_proj"], "target_parameters": parameters}))
+        assert (_difference(ours, theirs, "CAUSAL_LM") == "") == is_right, parameters
+
+
 def _with_tokens_of_chatml(base: Path) -> None:
     """The small base without its chat template, where its last two tokens are those of ChatML."""
     shutil.copytree(TINY, base)

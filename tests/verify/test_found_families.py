@@ -61,7 +61,8 @@ def test_family_that_came_later_is_trained(family: str, tmp_path: Path) -> None:
 
 def _run_file(folder: Path, family: str) -> Path:
     vocab_size = json.loads((TINY / "config.json").read_text())["vocab_size"]
-    config = twin_config(family, tp=2, vocab_size=vocab_size)
+    config = twin_config(family, tp=2)
+    config.get_text_config().vocab_size = vocab_size
     write_twin(config, folder / "model", dtype=torch.float32, seed=0)
     copy_tokenizer(folder / "model")
     (folder / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 4)
