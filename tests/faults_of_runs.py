@@ -233,7 +233,7 @@ OF_GENERATION: dict[str, Fault] = {
     "stages_count_their_own_tokens_alone": Fault(
         "the cache of a stage has the tokens that layers of others have had, too",
         _STAGES,
-        "            note_tokens(given[name], index, x)",
+        "            note_tokens(value, index, x)",
         "            pass",
         f"{_TOKENS}[llama-pp=2]",
     ),

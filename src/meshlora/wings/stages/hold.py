@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from meshlora.comm.collectives import broadcast_of
 from meshlora.comm.groups import Mesh
@@ -322,16 +322,16 @@ def _pass_layer(
     """
     given = dict(zip(names, args, strict=False)) | kwargs
     x = args[0] if args else kwargs["hidden_states"]
-    for name in ("past_key_values", "cache_params"):
-        if given.get(name) is not None:
-            note_tokens(given[name], index, x)
+    for value in given.values():
+        if isinstance(value, Cache):  # under a name of the family's, or of the version's
+            note_tokens(value, index, x)
     x = passed(x, given.get(SECOND_INPUTS[0]))
     if length == 0:
         return x
     return (x, *[None] * (length - 1))
 
 
-def note_tokens(cache: Any, layer: int, x: Tensor) -> None:
+def note_tokens(cache: Cache, layer: int, x: Tensor) -> None:
     """Let `cache` know that `layer`, of another stage, has had the tokens x `[B, S, H]`: a model makes its masks and
     positions of the lengths that any of its layers has in it.
     """
