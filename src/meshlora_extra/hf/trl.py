@@ -25,11 +25,12 @@ from meshlora_extra.hf.processes import numbered_by
 from meshlora_extra.hf.rows import ROWS, STANDS_IN, gathered_rows
 from meshlora_extra.hf.shares import check_equal_shares, check_shares, labels_of_all, switch_off_dropout, weight_of
 from meshlora_extra.hf.trainer import OnMesh
+from meshlora_extra.hf.trl_engine import MeshEngine
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 
 _REFERENCE = "ref"  # TRL's name
-_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model")
+_REFUSED = ("use_transformers_continuous_batching", "sync_ref_model")
 
 
 @dataclass
@@ -111,6 +112,10 @@ class _OnMeshOfTrl(OnMesh):
         if name == "GRPOTrainer":
             # Its arguments counted every process of the job as one with prompts of its own.
             args.generation_batch_size = args.generation_batch_size // args.world_size * state.mesh.dp.size
+        engine = None
+        if getattr(args, "use_vllm", False):
+            # TRL would look for vLLM here, to send it whole weights.
+            engine, args.use_vllm = MeshEngine(model, args), False
         beta = getattr(args, "beta", 0.0)
         reference = None
         if name == "DPOTrainer" or beta:
@@ -128,6 +133,9 @@ class _OnMeshOfTrl(OnMesh):
             vars(reference).pop("forward", None)  # TRL's head, which would look for whole layers
         if name == "GRPOTrainer" and state.mesh.dp.size > 1:  # which draws: replicas must not draw alike
             set_seed(self.args.seed + state.mesh.dp.rank)
+        if engine is not None:
+            self.vllm_generation, self._last_loaded_step = engine, -1
+            self.use_vllm = self.args.use_vllm = True
         temperature = float(getattr(self, "temperature", 1.0))
         model.forward = types.MethodType(functools.partial(_scored, temperature=temperature), model)
 
