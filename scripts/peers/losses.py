@@ -92,6 +92,9 @@ LOSSES: dict[str, Loss] = {
     "ipo": Loss("dpo", _RUN | {"loss_type": ["ipo"]}, _RUN | {"loss": "ipo"}),
     "hinge": Loss("dpo", _RUN | {"loss_type": ["hinge"]}, _RUN | {"loss": "hinge"}),
     "apo_zero": Loss("dpo", _RUN | {"loss_type": ["apo_zero"]}, _RUN | {"loss": "apo_zero"}),
+    "aot": Loss("dpo", _RUN | {"loss_type": ["aot"]}, _RUN | {"loss": "aot"}),
+    "aot_unpaired": Loss("dpo", _RUN | {"loss_type": ["aot_unpaired"]}, _RUN | {"loss": "aot_unpaired"}),
+    "wpo": Loss("dpo", _RUN | {"use_weighting": True}, _RUN | {"weighted": True}),
     "sigmoid_norm": Loss("dpo", _RUN | {"loss_type": ["sigmoid_norm"]}, _RUN | {"loss": "sigmoid_norm"}),
     "robust": Loss(
         "dpo",

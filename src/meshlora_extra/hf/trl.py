@@ -92,20 +92,10 @@ class _OnMeshOfTrl(OnMesh):
 
     def __init__(self, model: Any = None, *given: Any, **options: Any) -> None:
         name = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("trl."))
-        if isinstance(model, str) or options.get("peft_config") is not None:
-            given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
-            raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
-        state, self._name = runtime(model), name
-        positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))  # TRL's own order of arguments
-        options |= positional
+        options |= dict(zip(_NAMES.get(name, ("args",)), given, strict=False))  # TRL's own order of arguments
         args: Any = options.get("args")
-        config = f"{name.removesuffix('Trainer')}Config"
-        if config not in {kind.__name__ for kind in type(args).__mro__}:
-            given_args = "no args"
-            if args is not None:
-                given_args = f"args of {type(args).__name__}"
-            rule = "TRL would make new ones, which count the processes anew"
-            raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
+        _check_given(name, args, model, options)
+        state, self._name = runtime(model), name
         _check(name, args, model)
         if getattr(args, "disable_dropout", False):
             switch_off_dropout(model)
@@ -171,6 +161,20 @@ class _OnMeshOfTrl(OnMesh):
 
     def _calculate_rewards(self, *args: Any, **options: Any) -> Any:
         return gathered_rows(super()._calculate_rewards(*args, **options), self._mesh.dp)
+
+
+def _check_given(name: str, args: Any, model: Any, options: Mapping[str, Any]) -> None:
+    """Refuse what TRL would make itself. Raises: UserError."""
+    if isinstance(model, str) or options.get("peft_config") is not None:
+        given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
+        raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
+    config = f"{name.removesuffix('Trainer')}Config"
+    if config not in {kind.__name__ for kind in type(args).__mro__}:
+        given_args = "no args"
+        if args is not None:
+            given_args = f"args of {type(args).__name__}"
+        rule = "TRL would make new ones, which count the processes anew"
+        raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
 
 
 def _check(name: str, args: Any, model: Any) -> None:

@@ -77,8 +77,6 @@ class MeshEngine:
         """(prompts, completions, their log-probabilities, None), as TRL's own. prompts: of this dp rank, each as often
         as it is completed. Collective. Raises UserError, on all ranks: what the server says is no answer.
         """
-        if images is not None and any(images):
-            raise UnsupportedError("images for an engine", "text alone is handed on from a mesh", "leave use_vllm out")
         every, args = self._of_all(prompts), self._args
         options = {name: getattr(args, name) for name in _SAMPLED_BY if getattr(args, name) is not None}
         options["seed"] = seed_of(args.seed, self._asked)

@@ -147,13 +147,6 @@ def pairs_left_as_they_are(original: Any, log_p: Tensor, log_ref: Tensor) -> Ten
     return torch.stack([torch.zeros_like(own), own], 1)
 
 
-@around(ordered_pairs, "partners", needs={Feature.ORDERED_PAIRS})
-def order_upside_down(original: Any, log_p: Tensor, log_ref: Tensor) -> Tensor:
-    """the order of either side goes up"""
-    found: Tensor = -original(log_p, -log_ref)
-    return found
-
-
 @instead_of(preferences, "mean_log_p", needs={Feature.SIMPO})
 def simpo_not_length_normalised(seen: Any) -> Tensor:
     """answers are compared by the mean over their tokens"""
