@@ -205,7 +205,7 @@ def tokens_modules(model: Any) -> Callable[[str], bool]:
     """Whether a module, by its name, runs on tokens: in a composite no tower and no projector, beside a decoder no
     encoder and no table, of which one side may have one, and the other two that are tied."""
     config = getattr(model, "config", None)
-    if config is not None and config.is_encoder_decoder:
+    if getattr(config, "is_encoder_decoder", False):
         encoder, tables = model.get_encoder(), (nn.Embedding, model.get_input_embeddings().__class__)
         apart = {*encoder.modules()}.union(m for m in model.modules() if isinstance(m, tables))
         left_out = {name for name, module in model.named_modules() if module in apart}

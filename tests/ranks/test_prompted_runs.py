@@ -13,10 +13,14 @@ import torch
 from peft import AutoPeftModelForSeq2SeqLM
 from transformers import AutoConfig, AutoTokenizer
 
+from meshlora.feature import check_proved
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora_ground.encoded import IDS, with_start
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.topology import Topology
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
@@ -103,3 +107,10 @@ def test_what_is_not_proved_with_an_encoder_is_refused(
     topology = changes.pop("topology", "")
     with pytest.raises(UnsupportedError, match=words):
         prepare_run(read_run(pairs_file(tmp_path, "wrong", topology, base, **changes)))
+
+
+def test_no_record_of_a_decoder_alone_is_one_of_it_with_its_encoder() -> None:
+    config = twin_config("bart", architectures=["BartForConditionalGeneration"])
+    blueprint = make_blueprint(config, Topology(tp=2), BaseOptions())
+    with pytest.raises(UnsupportedError, match="bart with its encoder"):
+        check_proved(blueprint.plan)

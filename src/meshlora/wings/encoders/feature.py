@@ -34,12 +34,10 @@ def inputs_of_both(given: dict[str, Any]) -> dict[str, Any]:
 
 class _Encoders(Feature):
     def replace(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: torch.dtype) -> None:
-        if not plan.encoder:
+        if not plan.encoder or plan.topology.tp == 1:
             return
-        # Both look up in one table, of which a rank may have a part: not in whole ones of their own, tied to it.
+        # Both look up in one table, of which a rank has a part: not in whole ones of their own, tied to it.
         model.set_input_embeddings(model.get_input_embeddings())  # type: ignore[operator]
-        if plan.topology.tp == 1:
-            return
 
         def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
             states = kwargs[_STATES]

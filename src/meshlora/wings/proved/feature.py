@@ -12,7 +12,9 @@ class _Proved(Feature):
         return model_type in PROVED - SEE_LATER_TOKENS
 
     def is_proved(self, plan: ModelPlan) -> bool:
-        check_proved_here(plan.model_type, plan.topology, has_experts=bool(plan.experts))
+        # The record of bart and kin is of their decoders alone.
+        model_type = f"{plan.model_type} with its encoder" if plan.encoder else plan.model_type
+        check_proved_here(model_type, plan.topology, has_experts=bool(plan.experts))
         return True
 
 
