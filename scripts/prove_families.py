@@ -256,6 +256,10 @@ def _page(rows: dict[str, dict[str, str]], after: str) -> str:
         "Composites (a vision or audio part beside a text part) train on text here: their text part is split, all else",
         "is whole on every rank.",
         "",
+        "Encoder-decoders of text have no row, as they have no sp. On tp=2 t5, mt5, umt5, m2m_100, and bart and mbart",
+        "as published, are proved (`meshlora verify --family t5 --topology tp=2`), t5, m2m_100 and bart on dp=2; each",
+        "run is by its preflight.",
+        "",
         "| | topologies | with experts also | |",
         "|---|---|---|---|",
     ]
