@@ -20,6 +20,8 @@ from meshlora.model.stored import Bounds, Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora.wings.quantized.fp4 import Fp4
 from meshlora.wings.quantized.grouped_ints import GroupedInts
 from meshlora.wings.quantized.keep_packed import keep, packings
@@ -357,6 +359,15 @@ def test_what_cannot_be_read_is_one_clear_message(case: str, change: str, words:
     _damage(folder, change)
     with pytest.raises((UserError, UnsupportedError), match=words):
         _source(folder)
+
+
+def test_a_twin_in_gptq_is_one_whose_files_are_kept(folders: Any) -> None:
+    proof = prepare_proof(Request(("tp=2",), family="llama", quantization="gptq", device="cpu"))
+    assert proof.case.quantization == "keep"
+    (plan,) = proof.plans.values()
+    assert {packing.kind for packing in plan.quantized.values()} == {"ints4"}
+    with pytest.raises(UserError, match=r"only twins are rounded to it: .*; use --quantization keep"):
+        prepare_proof(Request(("tp=2",), model=str(folders("gptq")), quantization="gptq", device="cpu"))
 
 
 def test_quantising_twice_is_refused(folders: Any) -> None:
