@@ -95,9 +95,10 @@ class GroupedInts:
 
     @property
     def _kind(self) -> str:
+        kinds = ("signed4", "integers")
         if self.has_zeros:
-            return "ints8" if self.bits > 4 else "ints4"
-        return "integers" if self.bits > 4 else "signed4"
+            kinds = ("ints4", "ints8")
+        return kinds[self.bits > 4]
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
