@@ -25,7 +25,7 @@ def test_counts_on_top_are_those_of_the_rows() -> None:
 
 def test_a_row_says_what_it_needs_where_something_of_it_is_refused_and_only_there() -> None:
     found = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| [^|]+ \| .*refused", line)]
-    assert len(found) > 100
+    assert len(found) > 50
     rows = [line for line in PAGE.splitlines() if re.match(r"\| [\w./-]+ \| ", line) and "proved: " in line]
     for row in rows:
         assert ("refused" in row) == (row.rstrip("| ").count(" | ") > 3), row
