@@ -202,19 +202,15 @@ def before_losses(
         with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
             rows.append(gained(losses_of(model, other)[1], base, other))
     bases = [base_logits(model, batch, objective, policy) for batch in batches]
-    if getattr(objective, "top_entropy", 1.0) < 1 or (isinstance(objective, Dpo) and objective.is_of_step):
+    in_order = isinstance(objective, Dpo) and objective.is_of_step
+    if in_order or getattr(objective, "top_entropy", 1.0) < 1:
         for batch, base in zip(batches, bases, strict=True):
             with masks.of_batch(batch) if masks is not None else contextlib.nullcontext(), torch.no_grad():
                 logits = losses_of(model, batch)[1]
             with lift(logits.dtype == torch.float64):
-                if isinstance(objective, Dpo):
-                    assert base is not None
-                    rows.append(said(objective, logits, base, batch))
-                else:
-                    rows.append(entropies(logits[batch.labels != UNTRAINED]))
-        point = torch.cat(rows)
-        if not isinstance(objective, Dpo):
-            point = least_entropy(objective, point)
+                of_pairs = said(objective, logits, base, batch)
+                rows.append(entropies(logits[batch.labels != UNTRAINED]) if of_pairs is None else of_pairs)
+        point = torch.cat(rows) if in_order else least_entropy(objective, torch.cat(rows))
     elif rows:
         point = torch.cat(rows).mean().clamp(min=0)
     return bases, point

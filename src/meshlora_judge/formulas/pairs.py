@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from meshlora_ground.objective import Objective
 from meshlora_ground.objectives.preferences import Dpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.labels import of_labels
@@ -51,8 +52,10 @@ def dpo(
     return torch.stack(found)
 
 
-def said(objective: Dpo, logits: Tensor, base: Tensor, batch: MicroBatch) -> Tensor:
-    """`[2P, 2]`: log pi(y) and log ref(y) of each answer of a batch, as losses of pairs in order read them."""
+def said(objective: Objective, logits: Tensor, base: Tensor | None, batch: MicroBatch) -> Tensor | None:
+    """`[2P, 2]`: log pi(y) and log ref(y) of each answer of a batch, for losses of pairs in order; None for others."""
+    if not isinstance(objective, Dpo) or not objective.is_of_step or base is None:
+        return None
     found = []
     for row in range(len(logits)):
         is_own, is_other = (batch.labels[one] != UNTRAINED for one in (row, row ^ 1))  # a pair's rows are neighbours

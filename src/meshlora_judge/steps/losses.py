@@ -160,9 +160,7 @@ def loss_sum(
         if variant == "labels are smoothed":  # the part that smoothing adds
             trained = logits[batch.labels != UNTRAINED].float()
             return -trained.log_softmax(-1).mean(-1).sum(), len(trained)
-        point = None
-        if isinstance(objective, Dpo) and objective.is_of_step and base is not None:
-            point = said(objective, logits, base, batch)  # in order, as TRL has them, of this micro-batch
+        point = said(objective, logits, base, batch)  # TRL puts the pairs of a micro-batch in order
         each = losses(objective, logits, batch, base, is_training=True, point=point)
         if variant == "mean of rows' means":
             counts = (batch.labels != UNTRAINED).sum(1)
