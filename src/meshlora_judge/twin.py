@@ -114,6 +114,8 @@ _GEMMA4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_a
 _COMPASS = _THREE_LAYERS | {
     "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 1e3}}
 }
+_INKLING2: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+_INKLING2 |= {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 4}
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     # What it makes images with has sizes of its own; ids of the tokens of images, and of their place.
@@ -140,8 +142,8 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "inkling_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
     | {"mlp_layer_types": ["dense", "sparse", "sparse"], "log_scaling_n_floor": 4, "unpadded_vocab_size": 200058},
-    "inkling2_text": {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
-    | {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 4},
+    "inkling2": {"text_config": _INKLING2},
+    "inkling2_text": _INKLING2,
     "janus": {  # what it makes images with has sizes of its own
         "vision_config": {"projection_dim": 64},
         "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64}

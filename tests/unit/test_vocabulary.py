@@ -264,8 +264,21 @@ def test_replay_leaves_its_input_alone() -> None:
     assert bool((logits == 1).all())
 
 
+def test_rows_that_a_model_cuts_off_the_end_are_no_part_of_the_vocabulary() -> None:
+    """As of inkling's head: what is replayed is unchanged, and the loss is over fewer entries."""
+    recipe = LogitsRecipe(torch.randn(2, 3, H), vocab=V).float() * 2
+    cut = recipe[..., : V - 1]
+    assert isinstance(cut, LogitsRecipe)
+    assert (cut.shape, cut.dtype, cut.operations) == ((2, 3, V - 1), recipe.dtype, recipe.operations)
+    assert cut.hidden is recipe.hidden
+
+
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda x: x[:, -1],
+    "beginning": lambda x: x[..., 1:],
+    "every second": lambda x: x[..., : V - 1 : 2],
+    "nothing": lambda x: x[..., :0],
+    "tokens": lambda x: x[:, :1],
     "argmax": lambda x: x.argmax(-1),
     "softmax": lambda x: x.softmax(-1),
     "product": lambda x: x @ torch.ones(V, 2),

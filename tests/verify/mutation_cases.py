@@ -946,6 +946,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             )
         },
     ),
+    "states of earlier blocks": (
+        {"family": "inkling2_text", "topologies": ("tp=2,sp",)},
+        {"block_states_without_gradient": ("backward", "", ""), "block_states_of_other_tokens": ("forward", "", "")},
+    ),
     "a bias of keys, and a head with padding": (
         {"family": "inkling_text", "topologies": ("cp=2",)},
         {"context_bias_of_the_first_queries": SEEN, "padding_of_the_head_counted": ("loss", "", "")},

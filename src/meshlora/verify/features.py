@@ -280,6 +280,7 @@ class Feature(enum.StrEnum):
     SINKS = "sinks", _model(lambda m: any(name.endswith(".sinks") for name in m.plan.parameters))  # of heads
     # After a gate.
     GATED_NORM = "gated_norm", _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values()))
+    BLOCK_STATES = "block_states", _model(lambda m: hasattr(m.text, "n_layers_per_attn_res_block"))  # earlier streams
     SECOND_INPUTS = "second_inputs", _model(lambda m: m.plan.per_layer[0])  # of layers, beside the stream
     SHARED_KEYS = "shared_keys", _model(lambda m: "reuse" in getattr(m.text, "kv_sharing_modes", ()))  # between layers
     UNPADDED = "unpadded", _model(lambda m: getattr(m.text, "unpadded_vocab_size", None))  # a head with unused rows

@@ -12,12 +12,25 @@ from meshlora.model.regions import TokenCut
 from meshlora.verify.faults.fault import after, around
 from meshlora.verify.faults.of_shards import next_rank
 from meshlora.verify.features import Feature
+from meshlora.wings.mixers import block_states
 
 
 @after(TokenCut, "whole", needs={Feature.SP, Feature.STREAMS})
 def streams_reversed_after_the_layers(found: Tensor, self: TokenCut, x: Tensor, **_: Any) -> Tensor:
     """residual streams keep their order where tokens are gathered"""
     return found.flip(2) if found.ndim > 3 else found
+
+
+@around(block_states, "_with", needs={Feature.BLOCK_STATES})
+def block_states_without_gradient(original: Any, states: Tensor, stream: Tensor) -> Any:
+    """a stream that is put aside has the gradients of all layers that read it"""
+    return original(states, stream.detach())
+
+
+@around(block_states, "_with", needs={Feature.BLOCK_STATES, Feature.SP})
+def block_states_of_other_tokens(original: Any, states: Tensor, stream: Tensor) -> Any:
+    """a layer reads of each token what that token's stream was"""
+    return original(states, stream.flip(1))
 
 
 @around(TokenCut, "cut", needs={Feature.SP, Feature.HASH_ROUTER})

@@ -19,6 +19,7 @@ class BlockStates:
     def __init__(self, layers: nn.ModuleList, mixer: nn.Module) -> None:
         self.kept: dict[int, Tensor] = {}
         number = 0
+        layer: Any
         for layer in layers:
             is_boundary = bool(layer.is_block_boundary)
             self._keep(layer, number, is_boundary=is_boundary)
@@ -33,7 +34,7 @@ class BlockStates:
             if number == 0:
                 self.kept[0] = stream.new_zeros(*stream.shape[:-1], 0, stream.shape[-1])
             if is_boundary:
-                self.kept[number + 1] = torch.cat([self.kept[number], stream.unsqueeze(-2)], -2)
+                self.kept[number + 1] = _with(self.kept[number], stream)
             return (stream, self.kept[number], *args[2:])
 
         def end(module: Any, *_: Any) -> None:
@@ -42,6 +43,11 @@ class BlockStates:
         layer.is_block_boundary = False
         layer.register_forward_pre_hook(begin)
         layer.register_forward_hook(end)
+
+
+def _with(states: Tensor, stream: Tensor) -> Tensor:
+    """`[B, S, n, H]` and the stream `[B, S, H]` -> `[B, S, n + 1, H]`."""
+    return torch.cat([states, stream.unsqueeze(-2)], -2)
 
 
 def keep_block_states(model: nn.Module) -> None:
