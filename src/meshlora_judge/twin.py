@@ -114,7 +114,9 @@ _GEMMA4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_a
 _COMPASS = _THREE_LAYERS | {
     "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 1e3}}
 }
-_INKLING2: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}
+# Blocks begin at layers of both kinds.
+_INKLING2: dict[str, Any] = {"num_hidden_layers": 4}
+_INKLING2 |= {"layer_types": ["hybrid_sliding", "hybrid", "hybrid", "hybrid_sliding"]}
 _INKLING2 |= {"n_layers_per_attn_res_block": 2, "log_scaling_n_floor": 4}
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
