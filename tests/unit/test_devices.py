@@ -14,7 +14,7 @@ MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "sc
 MAKERS |= {"rand", "randn", "randint", "randperm", "empty_strided"}
 # What runs in a step, between the batch and the optimizer.
 # Of wings, what plans, loads and saves.
-OFF_THE_STEP = {"packed.py", "rounding.py", "per_expert.py", "targets.py", "routing.py"}
+OFF_THE_STEP = {"packed.py", "grouped_ints.py", "rounding.py", "per_expert.py", "targets.py", "routing.py"}
 OF_A_STEP = [
     *(ROOT / "layers").rglob("*.py"),
     *(

@@ -47,7 +47,7 @@ DIFFERENT = {
         "a mixer with heads of its own is whole",
     ),
     **dict.fromkeys(
-        ("lfm2", "lfm2_moe", "lfm3", "lfm3_vl"),
+        ("inkling2", "inkling2_text", "inkling_mm_model", "inkling_text", "lfm2", "lfm2_moe", "lfm3", "lfm3_vl"),
         "a convolution reads its number of channels from no module with a linear",
     ),
     **dict.fromkeys(("gemma4", "gemma4_text"), "layers hand on keys in a dictionary, which parts would write into"),

@@ -123,7 +123,7 @@ class _Known(NamedTuple):
 def test_integers_that_libraries_packed_have_their_numbers(case: str) -> None:
     """Packed and unpacked once by gptqmodel, autoawq and compressed-tensors (versions: metadata of the file)."""
     quantization = {"quant_method": "compressed-tensors", "group_size": 16} | _OF_LIBRARIES[case]
-    every = load_file(DATA / "packed" / "ints_of_libraries.safetensors")
+    every = load_file(DATA.parent / "recorded" / "ints_of_libraries.safetensors")
     tensors = {f"m.{key.removeprefix(f'{case}.')}": t for key, t in every.items() if key.startswith(f"{case}.")}
     expected = tensors.pop("m.dense")
     known = {key: _Known(tuple(t.shape), "F16" if t.dtype == torch.float16 else "I32") for key, t in tensors.items()}

@@ -120,7 +120,7 @@ def test_rows_that_a_conversion_chooses_are_read_as_transformers_chooses_them(fa
         model = own_class(config)(config)
     source = CheckpointSource(tmp_path, model)
     chosen = [name for name, stored in source.stored.items() if stored.tensors[0].rows is not None]
-    assert len(chosen) >= 6
+    assert len(chosen) >= 4
     assert [name for name, value in expected.items() if not torch.equal(source.read(name), value)] == []
     for name in chosen:
         dim = source.stored[name].tensors[0].rows_dim

@@ -234,7 +234,7 @@ def test_folder_that_holds_any_step_is_overwritten_only_where_asked(tmp_path: Pa
 
 def _plan(*layers: int, pp: int = 1) -> Any:
     blocks = {
-        f"model.layers.{layer}.mlp": SimpleNamespace(block=f"model.layers.{layer}.mlp", num_experts=E)
+        f"model.layers.{layer}.mlp": SimpleNamespace(block=f"model.layers.{layer}.mlp", num_experts=E, num_choices=E)
         for layer in layers
     }
     return SimpleNamespace(experts=blocks, layers="model.layers", model_type="moe", topology=Topology(pp=pp))

@@ -187,7 +187,8 @@ def test_what_is_not_proved_with_stages_is_refused() -> None:
     with pytest.raises(UserError, match=r"each stage needs a layer.*at most 2 stages"):
         _plan("pp=3")
     with pytest.raises(
-        UnsupportedError, match=r"meshlora.load on pp=2,interleave=2: .* a rank runs one stage; leave out interleave"
+        UnsupportedError,
+        match=r"meshlora.load on pp=2,interleave=2: .* by the model itself alone; leave out interleave",
     ):
         meshlora.load(twin_config("llama", tp=2), topology=Topology(pp=2, interleave=2))
     with pytest.raises(UnsupportedError, match=r"a sharded base on pp=2,dp=2,interleave=2,dp_shard"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from transformers import modeling_utils
+from transformers import LlamaConfig, modeling_utils
 
 from meshlora.cli.main import main
 from meshlora_ground.errors import UserError
@@ -124,7 +124,7 @@ def test_the_reference_reads_no_file_beside_a_packed_checkpoint(
     monkeypatch.setattr("meshlora_judge.packed.load_file", lambda file: read.append(Path(file).name) or {})
     monkeypatch.setattr("meshlora_judge.packed.own_class", lambda _: pytest.fail("read"))
     with pytest.raises(pytest.fail.Exception):
-        load_base(folder, None, local_files_only=True, trust_remote_code=False)  # type: ignore[arg-type]
+        load_base(folder, LlamaConfig(), local_files_only=True, trust_remote_code=False)
     assert read == [SINGLE]
 
 

@@ -54,9 +54,9 @@ class Source:
         """Shape of the whole tensor; None if it is absent."""
         return self.stored[name].shape if name in self.stored else None
 
-    def mistake(self, name: str, where: Placement) -> tuple[str, str] | None:
-        """(What is wrong, the rule) if the stored tensor does not have the shape of `where`."""
-        return self.stored[name].mistake(name, where.shape, where.num_experts)
+    def mistake(self, name: str, needed: tuple[int, ...], num_experts: int = 0) -> tuple[str, str] | None:
+        """(What is wrong, the rule) if the stored tensor does not have the shape `needed`, as in `Stored.mistake`."""
+        return self.stored[name].mistake(name, needed, num_experts)
 
     def integers(self, name: str) -> str | None:
         """A stored tensor of `name` in few bits, or of integers, without its scales; None if there is none."""
@@ -369,7 +369,8 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
             name = _stored_name(aliases[own], source)
             if name is None:  # it is to be drawn
                 continue
-            if mistake := source.mistake(name, _placement(own, module, parameter, plan)):
+            where = _placement(own, module, parameter, plan)
+            if mistake := source.mistake(name, where.shape, where.num_experts):
                 key, rule = mistake
                 raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
             if integers := source.integers(name):
