@@ -44,8 +44,8 @@ def test_planner_chooses_what_fits(tmp_path: Path) -> None:
 
 
 def test_best_that_training_refuses_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner knows no samples, which stages of layers have none of."""
-    order = [Topology.parse(text) for text in ("pp=2", "tp=2", "dp=2")]
+    """The planner knows no samples, which stages that take turns have none of."""
+    order = [Topology.parse(text) for text in ("pp=2,interleave=2", "tp=2", "dp=2")]
     monkeypatch.setattr(elastic, "_ranked", lambda *_: iter(order))
     configs, _ = fitted(_configs(tmp_path, sample_every=2), world=2)
     assert configs[""].topology == "tp=2"

@@ -125,6 +125,8 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
     def factors_of_experts(self, name: str) -> tuple[Tensor, Tensor]:
         """`factors`, without those of experts that compute nothing."""
         a, b = self.factors(name)
+        if self.rule.num_zero == 0:  # a slice of all would cost a copy in its backward
+            return a, b
         return a[: self.num_experts], b[: self.num_experts]
 
     def _piece_rows(self, piece: str) -> Tensor:
