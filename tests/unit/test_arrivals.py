@@ -78,6 +78,7 @@ def test_ranks_that_wait_in_channels_between_stages_are_followed_to_the_one_that
         arrivals = open_mesh(Topology.parse("pp=4")).world.arrivals
     pairs = {place: (place, place + 1) for place in range(3)}
     assert all([pair] in arrivals.partitions for pair in pairs.values())
+    assert [(0, 1, 2, 3)] in arrivals.partitions, "of the axis itself"
     said = {
         rank: Arrivals({pairs[rank]: 3}, "receive", pairs[rank], True, arrivals.partitions).words(rank)
         for rank in range(3)

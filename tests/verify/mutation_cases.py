@@ -948,11 +948,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "states of earlier blocks": (
         {"family": "inkling2_text", "topologies": ("tp=2,sp",)},
-        {"block_states_without_gradient": ("backward", "", ""), "block_states_of_other_tokens": ("forward", "", "")},
+        {
+            "block_states_without_gradient": ("backward", "model.layers.1", ""),
+            "block_states_of_other_tokens": ("forward", "model.layers.1.attention_input.norm", ""),
+        },
     ),
     "a bias of keys, and a head with padding": (
         {"family": "inkling_text", "topologies": ("cp=2",)},
-        {"context_bias_of_the_first_queries": SEEN, "padding_of_the_head_counted": ("loss", "", "")},
+        {"context_bias_of_the_first_queries": SEEN, "padding_of_the_head_counted": ("loss", "loss of step 1", "")},
     ),
     "states that pass from one cp rank to the next": (
         {"family": "qwen3_next", "topologies": ("cp=2",)},
