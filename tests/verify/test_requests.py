@@ -38,6 +38,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (TP2, "neither of --model and --family"),
         ([*FAMILY, "--model", TINY, *TP2], "both of --model and --family"),
+        (["--family", "gemma4_unified_assistant", *TP2], "transformers cannot build it (The set of layer types"),
         ([*FAMILY, "--twin", *TP2], "leave out --twin"),
         (["--family", "lama", *TP2], "did you mean 'llama'?"),
         ([*FAMILY, "--topology", "tq=2"], "'tq' is not an axis"),

@@ -96,7 +96,10 @@ def featured_layers(config: Any) -> int:
 
 def first_sharing_layer(config: Any) -> int | None:
     """The first layer whose keys and values later ones take, all of which are the model's last (gemma4); None: none."""
-    modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", [])
+    try:
+        modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", [])
+    except ValueError:  # nothing is there to share: transformers says so when it builds the model, and that is told
+        return None
     return modes.index("store") if {"reuse", "store"} <= {*modes} else None
 
 
