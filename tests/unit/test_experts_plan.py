@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.comm.groups import open_mesh
+from meshlora.loading.blueprint import build_on_meta
 from meshlora.model.inject import parallelize
 from meshlora.plan.derive import plan_model
 from meshlora.plan.grads import Side, expert_rule
@@ -23,6 +24,7 @@ from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertsRule
 from meshlora.plan.table import notes_of_whole
 from meshlora.wings.experts.forms import find_experts
+from meshlora.wings.experts.module import replace_experts
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.model_class import own_class
 from meshlora_ground.topology import Topology
@@ -179,6 +181,15 @@ def test_experts_of_a_form_that_is_not_known_are_whole_on_every_rank(family: str
     for topology in ("dp=2,ep=2", "dp=2,etp=2"):
         with pytest.raises(UnsupportedError, match=r"that most families share; leave out ep and etp"):
             find_experts(model, Topology.parse(topology))
+
+
+def test_experts_that_are_whole_compute_in_float64() -> None:
+    """Transformers multiplies those of muse_spark grouped by default, which torch does not do with these numbers."""
+    model = build_on_meta(twin_config("muse_spark"))
+    plan = plan_model(model, Topology())
+    assert not plan.experts
+    replace_experts(model, plan, open_mesh(Topology()), dtype=torch.float64)
+    assert model.config.get_text_config()._experts_implementation == "eager"
 
 
 def test_experts_that_compute_nothing_have_factors_and_no_matrix() -> None:

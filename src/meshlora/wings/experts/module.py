@@ -257,6 +257,9 @@ def replace_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: tor
         parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
         if experts.weights_first:
             parallelize_block(model.get_submodule(experts.block))
+    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+        # Of those that are whole: the others do not compute in float64.
+        model.set_experts_implementation("eager")  # type: ignore[operator]
 
 
 def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dtype: torch.dtype, sp: bool) -> None:
