@@ -1,13 +1,15 @@
-"""Faults of adapters: initial factors, LoRA scale, DoRA magnitudes, biases of B."""
+"""Faults of adapters: initial factors (EVA, too), LoRA scale, DoRA magnitudes, biases of B, tokens that invoke them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.adapter import attach, initialization
@@ -18,8 +20,11 @@ from meshlora.comm.groups import Axis
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
+from meshlora.run import calibration
 from meshlora.verify.faults.fault import after, around, instead_of, rank
 from meshlora.verify.features import Feature
+from meshlora.wings.invoked import linear, rows
+from meshlora.wings.starts import eva
 from meshlora.wings.variants import bias_of_b, magnitudes
 from meshlora.wings.variants.magnitudes import Magnitudes
 
@@ -139,3 +144,75 @@ def fresh_seed_ignored(original: Any, *args: Any, seed: int, **rest: Any) -> Any
 def fresh_b_not_zero(found: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
     """a fresh adapter is the identity"""
     return {part: t if t.any() else torch.full_like(t, 1e-3) for part, t in found.items()}
+
+
+@around(eva, "whole_features", needs={Feature.EVA, Feature.TP, Feature.ROW_TARGET})
+def eva_features_of_one_rank(original: Any, leaf: Any, rows: Tensor) -> Tensor:
+    """the input of a row-parallel linear has the features of all tp ranks"""
+    whole: Tensor = original(leaf, rows)
+    return rows.repeat(1, whole.shape[1] // rows.shape[1])
+
+
+@around(eva.Inputs, "counted", needs={Feature.EVA})
+def eva_of_untrained_tokens(original: Any, self: eva.Inputs, step: Any) -> Any:
+    """a start that looks at data looks at trained tokens alone"""
+    self.use_label_mask = False
+    return original(self, step)
+
+
+@around(calibration, "initialize_eva", needs={Feature.EVA, Feature.SHORT_BATCH})
+def eva_of_another_epoch(
+    original: Any, model: Any, name: str, batching: Any, steps: int, step: Callable[[int], Any]
+) -> Any:
+    """a start that looks at data takes the steps of the run, from the first one"""
+    return original(model, name, batching, steps, lambda number: step(number + steps))
+
+
+@after(eva, "redistributed", needs={Feature.EVA})
+def eva_scale_left_alone(config: LoraConfig, *_: Any) -> LoraConfig:
+    """a target that gets another rank keeps its scale"""
+    return dataclasses.replace(config, alpha_pattern={})
+
+
+@after(rows, "invoked_tokens", needs={Feature.INVOKED})
+def invoked_after_the_first_token(acts: Tensor, *_: Any, **__: Any) -> Tensor:
+    """an adapter acts on the first token of its invocation too"""
+    before = torch.zeros_like(acts)
+    before[:, 1:] = acts[:, :-1]
+    return acts & before
+
+
+@after(rows, "_occurrences", needs={Feature.INVOKED_TWICE})
+def invoked_from_the_first_occurrence(found: Tensor, ids: Tensor, *_: Any) -> Tensor:
+    """an adapter acts from the last occurrence of its invocation on"""
+    return found & (found.cumsum(1) == 1)
+
+
+@instead_of(rows, "invoked_tokens", needs={Feature.INVOKED})
+def invoked_everywhere(ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    """tokens before the invocation, and sequences without one, are the base's"""
+    return torch.ones_like(ids, dtype=torch.bool)
+
+
+@after(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.SEVERAL_ROWS})
+def invoked_by_the_neighbours_row(acts: Tensor, *_: Any, **__: Any) -> Tensor:
+    """each row is invoked by its own tokens"""
+    return acts.roll(1, 0)
+
+
+@around(rows, "_occurrences", needs={Feature.INVOKED})
+def invoked_by_the_first_token_alone(original: Any, ids: Tensor, invocation: Sequence[int], *rest: Any) -> Any:
+    """all tokens of the invocation are needed"""
+    return original(ids, invocation[:1], *rest)
+
+
+@around(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.PACKING})
+def invoked_by_the_row_not_the_sequence(original: Any, ids: Tensor, invocation: Any, *_: Any, **__: Any) -> Any:
+    """each sequence of a packed row is invoked by its own tokens"""
+    return original(ids, invocation)
+
+
+@around(linear.ActiveRows, "drop", needs={Feature.INVOKED, Feature.LORA_DROPOUT})
+def invoked_without_dropout(original: Any, self: linear.ActiveRows, x: Tensor) -> Tensor:
+    """where an adapter acts, its input has dropout"""
+    return x.masked_fill(~self.acts.unsqueeze(1), 0)

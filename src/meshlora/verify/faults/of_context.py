@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers import held_tokens, tokens
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
-from meshlora.layers.tokens import ForwardTokens, Part, Share
+from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.run.formulas.seen import Sums
@@ -22,7 +23,8 @@ from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 from meshlora.verify.features import Feature
-from meshlora.wings.context import borders, passed_states
+from meshlora.wings.context import attention_parts, borders, passed_states
+from meshlora.wings.context.attention_parts import Part
 from meshlora.wings.context.context import Block, RowsOfMask
 from meshlora.wings.context.context_cache import ContextCache
 from meshlora.wings.context.passed_states import PassedStates
@@ -171,7 +173,7 @@ def context_second_input_of_the_first_tokens(original: Any, held: HeldTokens | N
 
 
 @around(ForwardTokens, "parts", needs={Feature.DROPOUT, Feature.FEW_TOKENS})
-def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: str, num_rows: int) -> list[Part]:
+def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: str, num_rows: int) -> list[Any]:
     """a cp rank with as many tokens as there are sequences drops by its tokens, not by the first of each sequence"""
     firsts = [share.of_sequences() for share in self._shares or ()]
     if num_rows == sum(share.tokens.numel() for share in firsts):
@@ -291,3 +293,32 @@ def context_choices_of_one_rank(_: None, self: LoadBalancing, *__: Any, **___: A
 def context_tokens_of_balance_divided(found: Tensor, self: LoadBalancing, *_: Any) -> Tensor:
     """the load-balancing loss weighs as the trained tokens of all cp ranks do"""
     return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])  # the last is the number of tokens
+
+
+@after(RowsOfMask, "parts", needs={Feature.RING})
+def ring_parts_of_own_tokens(result: list[list[Part]], *_: Any, **__: Any) -> list[list[Part]]:
+    """keys that pass by are seen through the mask of their own positions"""
+    return [result[0]] * len(result)  # the first part is of the own keys
+
+
+@instead_of(attention_parts, "_add", needs={Feature.RING})
+def ring_parts_added_up(out: Tensor, lse: Tensor, part: Part, part_out: Tensor, part_lse: Tensor) -> None:
+    """parts are merged by the logarithms of their sums of exponentials"""
+    where = part.rows, slice(None), part.queries
+    out[where] += part_out
+    lse[where] = torch.logaddexp(lse[where], part_lse)  # this is right: only the outputs are not weighted
+
+
+@around(attention_parts._Backward, "through", needs={Feature.RING})
+def ring_gradients_of_own_queries(original: Any, self: Any, pair: Tensor, parts: Any) -> Tensor:
+    """keys and values get the gradients of the queries of all ranks that they have passed"""
+    found: Tensor = original(self, pair, parts)
+    passed, self.has_passed = getattr(self, "has_passed", False), True  # the first call is for the own keys
+    return found * 0 if passed else found
+
+
+@after(attention_parts, "_small", needs={Feature.RING, Feature.SOFT_CAPS})
+def ring_last_queries_left_out(found: Iterator[Part], parts: Sequence[Part], *_: Any) -> list[Part]:
+    """queries whose products are taken some at a time are all there"""
+    small = list(found)
+    return small[:-1] if len(small) > len(parts) else small

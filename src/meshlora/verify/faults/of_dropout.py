@@ -1,4 +1,5 @@
-"""Faults of dropout: masks keyed by the wrong token, feature, step, module or rate."""
+"""Faults of what is drawn at random: masks of dropout and noise on embedded tokens (NEFTune), keyed by the wrong
+token, feature, step, module, rate or length."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshlora.layers import linear, tokens
+from meshlora.layers import linear, noise, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.run import trained, trainer
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, instead_of, rank
 from meshlora.verify.features import Feature
 from meshlora_ground import masks
 
@@ -91,3 +92,33 @@ def dropout_seed_ignored(original: Any, seed: int, step: int, module: str) -> An
 def dropout_rate_in_tenths(mask: Mask, *_: Any) -> Mask:
     """the dropout rate of an adapter is the configured one"""
     return dataclasses.replace(mask, p=round(mask.p, 1))
+
+
+@after(noise, "sequence_lengths", needs={Feature.NOISE})
+def noise_by_padded_length(lengths: Tensor, *_: Any) -> Tensor:
+    """the size of noise depends on the tokens of a sequence, not on those of its row"""
+    return torch.full_like(lengths, lengths.shape[1])
+
+
+@around(noise, "noise_key", needs={Feature.NOISE, Feature.RANKS})
+def noise_drawn_by_each_rank(original: Any, seed: int, step: int) -> Any:
+    """all ranks that embed a token add the same noise to it, which is that of one process"""
+    return original(seed + rank(), step)
+
+
+@around(noise, "noise_key", needs={Feature.NOISE, Feature.STEPS})
+def noise_same_in_every_step(original: Any, seed: int, step: int) -> Any:
+    """each optimizer step has noise of its own"""
+    return original(seed, 0)
+
+
+@around(noise, "noise_key", needs={Feature.NOISE, Feature.SEED})
+def noise_seed_ignored(original: Any, seed: int, step: int) -> Any:
+    """noise is determined by the run's seed"""
+    return original(0, step)
+
+
+@around(noise, "uniform", needs={Feature.NOISE, Feature.OTHER_TOKENS})
+def noise_by_local_token(original: Any, key: int, tokens: Tensor, *rest: Any) -> Any:
+    """noise depends on the place in the global batch and the position, not on the row on the rank"""
+    return original(key, torch.arange(len(tokens), device=tokens.device), *rest)

@@ -7,39 +7,9 @@ claims. Does not own: small changes generated from syntax trees (`verify.faults.
 from __future__ import annotations
 
 import contextlib
+import importlib
 from contextlib import AbstractContextManager
 
-from meshlora.verify.faults import (
-    of_adapters,
-    of_batches,
-    of_borders,
-    of_context,
-    of_distillation,
-    of_dropout,
-    of_encoders,
-    of_experts,
-    of_files,
-    of_float8,
-    of_gradients,
-    of_images,
-    of_ints,
-    of_invoked,
-    of_kernels,
-    of_noise,
-    of_objectives,
-    of_optimizer,
-    of_policies,
-    of_preferences,
-    of_recompute,
-    of_rewards,
-    of_ring,
-    of_runs,
-    of_shards,
-    of_stages,
-    of_starts,
-    of_streams,
-    of_vocabulary,
-)
 from meshlora.verify.faults.fault import Mutation
 from meshlora.verify.faults.generated import generated
 from meshlora_ground.errors import UserError, did_you_mean
@@ -59,13 +29,13 @@ def find(name: str) -> Mutation:
     return MUTATIONS[name]
 
 
-_THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradients, of_batches, of_images]
-_THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
-_THEMES += [of_policies, of_preferences, of_rewards, of_distillation]
-_THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_ints, of_invoked, of_starts, of_streams]
-_THEMES += [of_encoders]
+_THEMES = (
+    *("borders", "context", "shards", "stages", "vocabulary", "gradients", "batches", "images", "adapters", "files"),
+    *("optimizer", "dropout", "experts", "objectives", "policies", "preferences", "distillation", "runs", "kernels"),
+    *("recompute", "float8", "ints", "streams", "encoders"),
+)
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:
-    for _fault in vars(_theme).values():
+    for _fault in vars(importlib.import_module(f"meshlora.verify.faults.of_{_theme}")).values():
         if isinstance(_fault, Mutation):
             MUTATIONS[_fault.name] = _fault
