@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import put_sources, source
 
 _DTYPES = {
     "bf16": "bfloat16",
@@ -50,8 +49,8 @@ def _data(draft: Draft) -> None:
         draft.lose(
             "dataset._target_", kind, "its prompts are made in code; export them, or write a data.map: file.py:function"
         )
-    found = source(path, split=draft.take("dataset.split"), rows=f":{limit}" if limit else None)
-    put_sources(draft, "data.train", [found], "dataset")
+    found = sources.one(path, split=draft.take("dataset.split"), rows=f":{limit}" if limit else None)
+    sources.put_all(draft, "data.train", [found], "dataset")
     for name, value in draft.under("dataset").items():
         if value is not None:
             draft.lose(f"dataset.{name}", value, "sources have no such option")
@@ -59,10 +58,10 @@ def _data(draft: Draft) -> None:
     if tests:
         where = tests.get("dataset_name") or tests.get("path_or_dataset") or tests.get("path_or_dataset_id") or path
         count = tests.get("limit_dataset_samples") or tests.get("num_samples_limit")
-        put_sources(
+        sources.put_all(
             draft,
             "data.eval",
-            [source(where, split=tests.get("split"), rows=f":{count}" if count else None)],
+            [sources.one(where, split=tests.get("split"), rows=f":{count}" if count else None)],
             "validation_dataset",
         )
     draft.put("data.train_on", "all", "answers, as there")

@@ -4,22 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import (
-    adapter,
-    factors,
-    no_dropout,
-    pairs,
-    preferences,
-    put_sources,
-    quantized,
-    settle_adapter,
-    simpo,
-    source,
-    targets,
-    template,
-)
 
 # Their type of rows -> (format here, prompt style); no value: read by the fields of the rows.
 _TYPES = {
@@ -57,7 +43,7 @@ def rules(draft: Draft) -> None:
     _loop(draft)
     _adapter(draft)
     if "train.objective" in draft.values and draft.values["train.objective"]["kind"] != "orpo":
-        no_dropout(draft)
+        sources.no_dropout(draft)
 
 
 def _model(draft: Draft, kind: str) -> None:
@@ -65,21 +51,19 @@ def _model(draft: Draft, kind: str) -> None:
     loop.dtype(draft, default="bfloat16")
     four, eight = draft.take("load_in_4bit"), draft.take("load_in_8bit")
     if loop.is_true(four) and kind == "qlora":
-        quantized(draft, "nf4", whose="load_in_4bit", nested=True)
+        sources.quantized(draft, "nf4", whose="load_in_4bit", nested=True)
     elif loop.is_true(four):
         draft.say("load_in_4bit: only adapter: qlora reads it there; the base is not quantised")
     elif loop.is_true(eight):
-        quantized(draft, "int8", whose="load_in_8bit")
+        sources.quantized(draft, "int8", whose="load_in_8bit")
     config, options = draft.take("model_quantization_config"), draft.under("model_quantization_config_kwargs")
     if config == "Mxfp4Config" and not options.get("dequantize"):
-        quantized(draft, "keep", whose="model_quantization_config")
+        sources.quantized(draft, "keep", whose="model_quantization_config")
     elif config and config != "Mxfp4Config":
         draft.lose("model_quantization_config", config, "model.quantization: keep reads checkpoints as they are")
     if draft.take("gptq"):
-        quantized(draft, "keep", whose="gptq")
-    loop.recompute(
-        draft, draft.take("gradient_checkpointing", "activation_checkpointing"), whose="gradient_checkpointing"
-    )
+        sources.quantized(draft, "keep", whose="gptq")
+    loop.recompute(draft, "gradient_checkpointing", "activation_checkpointing")
 
 
 def _data(draft: Draft) -> None:
@@ -90,10 +74,10 @@ def _data(draft: Draft) -> None:
     if not isinstance(given, list) or not given:
         raise draft.refuse("datasets", "it is a list of datasets", "give datasets: [{path: ..., type: ...}]")
     found = [_source(draft, f"datasets[{number}]", each) for number, each in enumerate(given)]
-    put_sources(draft, "data.train", found, "datasets")
+    sources.put_all(draft, "data.train", found, "datasets")
     if tests := draft.take("test_datasets"):
         found = [_source(draft, f"test_datasets[{number}]", each) for number, each in enumerate(tests)]
-        put_sources(draft, "data.eval", found, "test_datasets")
+        sources.put_all(draft, "data.eval", found, "test_datasets")
     elif share := draft.take("val_set_size"):
         loop.held_out(draft, "val_set_size", is_number=share >= 1)
     draft.take("val_set_size")
@@ -114,7 +98,7 @@ def _data(draft: Draft) -> None:
     else:
         draft.put("data.packing", "auto", "no sample_packing: a batch counts sequences")
     if (name := draft.take("chat_template")) is not None:
-        template(draft, name, whose="chat_template")
+        sources.template(draft, name, whose="chat_template")
     _trained_on(draft)
     draft.take("special_tokens")  # null, where it is not a group
     tokens = draft.under("special_tokens")
@@ -150,7 +134,7 @@ def _source(draft: Draft, where: str, given: Any) -> dict[str, Any]:
     entry.pop("ds_type", None)
     columns = _columns(draft, where, entry)
     format = _format(draft, where, entry.pop("type", None))
-    found = source(
+    found = sources.one(
         path,
         config=entry.pop("name", None),
         split=entry.pop("split", None),
@@ -217,21 +201,19 @@ def _objective(draft: Draft) -> None:
     if kind is None:
         return
     if kind in ("grpo", "gdpo", "ebft"):
-        raise draft.refuse(
-            f"rl: {kind}", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
-        )
+        raise loop.makes_rollouts(draft, f"rl: {kind}")
     if kind == "kto":
-        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+        sources.preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
     elif kind == "orpo":
-        preferences(draft, "orpo", alpha or beta)
+        sources.preferences(draft, "orpo", alpha or beta)
     elif kind == "simpo":
-        simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
+        sources.simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
     elif kind in ("dpo", "ipo"):
         loss = "ipo" if kind == "ipo" else draft.take("dpo_loss_type")
         weights, smoothing = draft.take("dpo_loss_weights"), draft.take("dpo_label_smoothing")
         sft = draft.take("rpo_alpha")
         options = {"label_smoothing": smoothing, "weighted": draft.take("dpo_use_weighting") or None}
-        pairs(draft, "dpo_loss_type", beta, loss, sft=sft, loss_weights=weights, **options)
+        sources.pairs(draft, "dpo_loss_type", beta, loss, sft=sft, loss_weights=weights, **options)
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
     else:
         draft.lose("rl", kind, "of pairs there are dpo, ipo, simpo and orpo, of single answers kto")
@@ -241,14 +223,8 @@ def _objective(draft: Draft) -> None:
 
 
 def _loop(draft: Draft) -> None:
-    accumulated = draft.take("gradient_accumulation_steps", default=1)
-    loop.sizes(
-        draft,
-        draft.take("micro_batch_size", default=1),
-        accumulated,
-        whose="micro_batch_size x gradient_accumulation_steps x processes",
-    )
-    if int(accumulated) > 1:  # measured: scripts/import_against_peers.py
+    loop.sizes(draft, "micro_batch_size")
+    if int(draft.take("gradient_accumulation_steps", default=1)) > 1:  # measured: scripts/import_against_peers.py
         draft.say(
             "a step's loss is the mean of the means of its micro-batches there (0.19.0), here over all its tokens"
         )
@@ -266,13 +242,7 @@ def _loop(draft: Draft) -> None:
     loop.warmup(draft, ratio=0.03, ratio_why="the default there: 3% of the steps, at most 100")
     if "train.warmup_ratio" in draft.values:
         draft.say("warm-up: rounded down there, up here: a step at most")
-    loop.schedule(
-        draft,
-        draft.take("lr_scheduler", default="cosine"),
-        lr,
-        draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs"),
-        whose="lr_scheduler",
-    )
+    loop.schedule(draft, "lr_scheduler", lr, default="cosine")
     loop.least_rate(draft, draft.take("cosine_min_lr_ratio"), lr, whose="cosine_min_lr_ratio")
     loop.optimizer(draft, draft.take("optimizer", default="adamw_torch_fused"), whose="optimizer")
     _events(draft)
@@ -318,16 +288,16 @@ def _events(draft: Draft) -> None:
 
 
 def _adapter(draft: Draft) -> None:
-    factors(draft)
+    sources.factors(draft)
     for name in ("lora_r", "lora_alpha"):
         if not draft.has(name) and not draft.has("lora_model_dir"):
             raise draft.refuse(name, "this key is required there, too", f"give {name}")
     linear, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
     if loop.is_true(linear):
-        targets(draft, "all-linear", whose="lora_target_linear")
+        sources.targets(draft, "all-linear", whose="lora_target_linear")
         if names and not isinstance(names, str):
             draft.say("lora_target_modules beside lora_target_linear: all linears of the decoder have them already")
     else:
-        targets(draft, names, whose="lora_target_modules")
-    adapter(draft, draft.take("lora_model_dir"), whose="lora_model_dir")
-    settle_adapter(draft)
+        sources.targets(draft, names, whose="lora_target_modules")
+    sources.adapter(draft, draft.take("lora_model_dir"), whose="lora_model_dir")
+    sources.settle_adapter(draft)

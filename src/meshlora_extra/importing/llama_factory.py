@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.beside import Beside
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import (
-    adapter,
-    factors,
-    no_dropout,
-    pairs,
-    preferences,
-    put_sources,
-    quantized,
-    settle_adapter,
-    source,
-    targets,
-    template,
-)
 
 # Their field of an alpaca row, and what it is called where nothing is said -> ours.
 _ALPACA = {"prompt": ("instruction", "instruction"), "query": ("input", "input"), "response": ("output", "output")}
@@ -46,7 +33,7 @@ def rules(draft: Draft, beside: Beside) -> None:
     _loop(draft)
     _adapter(draft)
     if stage in ("dpo", "kto"):
-        no_dropout(draft)
+        sources.no_dropout(draft)
 
 
 def _quantized(draft: Draft) -> None:
@@ -57,7 +44,7 @@ def _quantized(draft: Draft) -> None:
     if bits not in kinds:
         draft.lose("quantization_bit", bits, "4 bits are nf4, 8 int8")
         return
-    quantized(draft, kinds[bits], whose="quantization_bit", nested=bits == 4 and loop.is_true(nested))
+    sources.quantized(draft, kinds[bits], whose="quantization_bit", nested=bits == 4 and loop.is_true(nested))
 
 
 def _data(draft: Draft, beside: Beside, stage: str) -> None:
@@ -65,11 +52,11 @@ def _data(draft: Draft, beside: Beside, stage: str) -> None:
     names = _names(draft.take("dataset"))
     if not names:
         raise draft.refuse("dataset", "it names no data", "give dataset: NAME in it")
-    put_sources(
+    sources.put_all(
         draft, "data.train", [_source(draft, beside, each, stage) for each in names], "dataset, by dataset_info.json"
     )
     if tests := _names(draft.take("eval_dataset")):
-        put_sources(draft, "data.eval", [_source(draft, beside, each, stage) for each in tests], "eval_dataset")
+        sources.put_all(draft, "data.eval", [_source(draft, beside, each, stage) for each in tests], "eval_dataset")
     elif share := draft.take("val_size"):
         loop.held_out(draft, "val_size", is_number=share > 1)
     draft.take("val_size")
@@ -80,7 +67,7 @@ def _data(draft: Draft, beside: Beside, stage: str) -> None:
         "without a trained token is an error"
     )
     if (name := draft.take("template")) is not None:
-        template(draft, name, whose="template")
+        sources.template(draft, name, whose="template")
     if stage in ("sft", "pt"):
         _trained_on(draft, stage)
     if loop.is_true(draft.take("disable_shuffling")):
@@ -114,17 +101,17 @@ def _source(draft: Draft, beside: Beside, name: str, stage: str) -> dict[str, An
     """A dataset by its name in dataset_info.json."""
     if beside.data is None:
         draft.lose("dataset", name, "no dataset_info.json lies beside it, which says where its data are: --beside FILE")
-        return source(name)
+        return sources.one(name)
     entry = beside.data.get(name)
     if entry is None:
         draft.lose("dataset", name, f"{beside.folder / 'dataset_info.json'} has no such name")
-        return source(name)
+        return sources.one(name)
     if "script_url" in entry or "cloud_file_name" in entry:
         draft.lose(f"dataset {name}", entry, "data made by a script, or in a cloud, have no place here")
     hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
     path = hub if hub else str(beside.folder / str(entry.get("file_name", name)))
     rows = entry.get("num_samples")
-    return source(
+    return sources.one(
         path,
         config=entry.get("subset"),
         split=entry.get("split"),
@@ -177,16 +164,16 @@ def _objective(draft: Draft, stage: str) -> None:
     sft, gamma, ld_alpha = draft.take("pref_ftx"), draft.take("simpo_gamma"), draft.take("ld_alpha")
     chosen, rejected = draft.take("kto_chosen_weight"), draft.take("kto_rejected_weight")
     if stage == "kto":
-        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+        sources.preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
     elif stage == "dpo" and loss in ("orpo", "simpo"):
         if sft:
             draft.lose("pref_ftx", sft, f"{loss} has no likelihood of its own weight beside it")
-        preferences(draft, loss, beta, gamma=(gamma if gamma is not None else 0.5) if loss == "simpo" else None)
+        sources.preferences(draft, loss, beta, gamma=(gamma if gamma is not None else 0.5) if loss == "simpo" else None)
     elif stage == "dpo" and loss == "sigmoid" and smoothing:
         parts: dict[str, Any] = {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, float(sft)]} if sft else {}
-        preferences(draft, "dpo", beta, label_smoothing=smoothing, length_weight=ld_alpha, **parts)
+        sources.preferences(draft, "dpo", beta, label_smoothing=smoothing, length_weight=ld_alpha, **parts)
     elif stage == "dpo":
-        pairs(draft, "pref_loss", beta, loss, sft=sft, length_weight=ld_alpha)
+        sources.pairs(draft, "pref_loss", beta, loss, sft=sft, length_weight=ld_alpha)
     elif loop.is_true(dft):
         draft.put("train.objective", {"kind": "sft", "loss": "dft"}, "use_dft_loss")
     if stage in ("dpo", "kto"):
@@ -195,16 +182,13 @@ def _objective(draft: Draft, stage: str) -> None:
 
 def _loop(draft: Draft) -> None:
     loop.arguments(draft, {"per_device_train_batch_size": 8, "learning_rate": 5e-5})
-    loop.recompute(
-        draft,
-        not loop.is_true(draft.take("disable_gradient_checkpointing")),
-        whose="on unless disable_gradient_checkpointing",
-    )
+    is_off = loop.is_true(draft.take("disable_gradient_checkpointing"))
+    draft.put("train.recompute", "none" if is_off else "full", "on unless disable_gradient_checkpointing")
 
 
 def _adapter(draft: Draft) -> None:
-    factors(draft, rank=("lora_rank",), of_alpha="twice lora_rank, as there where it is absent")
-    targets(draft, draft.take("lora_target", default="all"), whose="lora_target")
+    sources.factors(draft, rank=("lora_rank",), of_alpha="twice lora_rank, as there where it is absent")
+    sources.targets(draft, draft.take("lora_target", default="all"), whose="lora_target")
     extra = draft.take("additional_target")
     if extra:
         draft.put("lora.modules_to_save", _names(extra), "additional_target")
@@ -217,5 +201,5 @@ def _adapter(draft: Draft) -> None:
     if loop.is_true(draft.take("pissa_init")):
         word = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
         draft.put("lora.init_lora_weights", word, "pissa_init")
-    adapter(draft, draft.take("adapter_name_or_path"), whose="adapter_name_or_path")
-    settle_adapter(draft)
+    sources.adapter(draft, draft.take("adapter_name_or_path"), whose="adapter_name_or_path")
+    sources.settle_adapter(draft)

@@ -11,15 +11,18 @@ from typing import Any
 
 from meshlora.run.config.foreign.trainers import OPTIMIZERS, SCHEDULES
 from meshlora_extra.importing.draft import Draft
+from meshlora_ground.errors import UserError
 
 _LONGEST_TIMEOUT_S = 10**7
 
 
-def sizes(draft: Draft, per_process: Any, accumulation: Any, *, whose: str) -> None:
-    """Sizes per process as those of all together. whose: which keys they are."""
-    micro, times, processes = int(per_process), int(accumulation), draft.num_processes
+def sizes(draft: Draft, name: str, *, default: int = 1, accumulation: int = 1) -> None:
+    """Sizes per process, the value of `name`, as those of all together. accumulation: where none is given."""
+    micro, processes = int(draft.take(name, default=default)), draft.num_processes
+    times = int(draft.take("gradient_accumulation_steps", default=accumulation))
     product = f"{micro} x {times} x {processes} process{'es' if processes > 1 else ''}"
-    draft.put("train.batch_size", micro * times * processes, f"{product}: {whose}")
+    why = f"{product}: {name} x gradient_accumulation_steps x processes"
+    draft.put("train.batch_size", micro * times * processes, why)
     draft.put("train.micro_batch_size", micro, "at once on one process")
 
 
@@ -65,9 +68,11 @@ def warmup(draft: Draft, *, ratio: Any = None, ratio_why: str = "") -> None:
     draft.put("train.warmup_from_zero", True, f"as {draft.title}: the first rate is 0")
 
 
-def schedule(draft: Draft, name: Any, lr: float, options: Any, *, whose: str) -> None:
-    """The schedule by its name, with the options that transformers gives it."""
-    options = dict(options) if isinstance(options, dict) else {}
+def schedule(draft: Draft, whose: str, lr: float, *, default: str) -> None:
+    """The schedule by its name, the value of `whose`, with the options that transformers gives it."""
+    name = draft.take(whose, default=default)
+    given = draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs")
+    options = dict(given) if isinstance(given, dict) else {}
     ours = SCHEDULES.get(str(name).lower())
     if ours is None:
         draft.lose(whose, name, "no schedule here is that")
@@ -206,7 +211,9 @@ def is_true(value: Any) -> bool:
     return value is True or str(value).lower() in ("true", "yes", "1")
 
 
-def recompute(draft: Draft, given: Any, *, whose: str) -> None:
+def recompute(draft: Draft, *names: str, default: bool | None = None) -> None:
+    """Whether activations are recomputed, by the first of `names` that is given."""
+    given, whose = draft.take(*names, default=default), names[0]
     if given == "offload":
         draft.say(f"{whose}: offload: activations stay on the device; no number changes")
     is_on = given not in (None, False) and str(given).lower() not in ("false", "none", "0")
@@ -280,25 +287,24 @@ def held_out(draft: Draft, name: str, *, is_number: bool) -> None:
     draft.put("data.eval", int(share) if is_number else share, f"{name}; drawn by the seed, not the same rows as there")
 
 
+def makes_rollouts(draft: Draft, given: str) -> UserError:
+    """The error for a recipe of reinforcement learning."""
+    return draft.refuse(given, "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md")
+
+
 def arguments(draft: Draft, usual: Mapping[str, Any], *, ratio_why: str = "", **evaluated: Any) -> None:
     """All that has the same name in every trainer of transformers' arguments, but data.
 
     usual: the defaults of the trainer. ratio_why: of its warm-up. evaluated: of `evaluation`.
     """
-    sizes(
-        draft,
-        draft.take("per_device_train_batch_size", default=usual["per_device_train_batch_size"]),
-        draft.take("gradient_accumulation_steps", default=usual.get("gradient_accumulation_steps", 1)),
-        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
-    )
+    micro, times = usual["per_device_train_batch_size"], usual.get("gradient_accumulation_steps", 1)
+    sizes(draft, "per_device_train_batch_size", default=micro, accumulation=times)
     lr = rate(draft, default=usual["learning_rate"])
     length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
     warmup(draft, ratio=usual.get("warmup_ratio"), ratio_why=ratio_why)
     evaluation(draft, **evaluated)
     optimizer(draft, draft.take("optim", default=usual.get("optim", "adamw_torch")), whose="optim")
-    name = draft.take("lr_scheduler_type", default=draft.recipe.trainer.defaults["train.schedule"])
-    options = draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs")
-    schedule(draft, name, lr, options, whose="lr_scheduler_type")
+    schedule(draft, "lr_scheduler_type", lr, default=draft.recipe.trainer.defaults["train.schedule"])
     saving(draft)
     logging(draft)
     keeping(draft)

@@ -25,7 +25,7 @@ def split_and_rows(given: Any) -> tuple[str | None, str | None]:
     return (found["split"], found["rows"]) if found else (str(given), None)
 
 
-def source(
+def one(
     path: str | Sequence[str],
     *,
     config: str | None = None,
@@ -46,7 +46,7 @@ def source(
     return found | {key: value for key, value in options.items() if value}
 
 
-def put_sources(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -> None:
+def put_all(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -> None:
     """Write sources under `data.train` or `data.eval`; what all have in common as `data.format`, `data.columns`."""
     own = list(map(dict, found))
     for each in own:
@@ -76,10 +76,10 @@ def put_data(draft: Draft) -> None:
         if isinstance(files, dict):
             files = files.get("train", next(iter(files.values()), None))
         found: Any = files if files and path in ("json", "csv", "parquet", "text", None) else path
-        put_sources(
+        put_all(
             draft,
             key,
-            [source(found, config=entry.get("name"), split=entry.get("split"), revision=entry.get("revision"))],
+            [one(found, config=entry.get("name"), split=entry.get("split"), revision=entry.get("revision"))],
             "load_dataset",
         )
     if "data.train" not in draft.values:

@@ -5,21 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import (
-    adapter,
-    factors,
-    pairs,
-    preferences,
-    put_sources,
-    quantized,
-    settle_adapter,
-    simpo,
-    source,
-    targets,
-    template,
-)
 
 _COUNTED = re.compile(r"(?P<name>.*?)#(?P<count>\d+)")
 _CUTS = {"delete": "drop", "left": "truncate", "right": "truncate", "split": "split", "raise": "error"}
@@ -33,9 +20,7 @@ def rules(draft: Draft) -> None:
         raise draft.refuse(f"tuner_type: {kind}", "LoRA is all that is trained here", "give lora in it")
     method = str(draft.take("rlhf_type") or (draft.recipe.method if draft.recipe.method != "rlhf" else "dpo") or "sft")
     if method in ("grpo", "gkd") or draft.has(*_ROLLOUTS):
-        raise draft.refuse(
-            f"rlhf_type: {method}", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
-        )
+        raise loop.makes_rollouts(draft, f"rlhf_type: {method}")
     task = draft.take("task_type", default="causal_lm")
     if task != "causal_lm":
         raise draft.refuse(
@@ -46,8 +31,8 @@ def rules(draft: Draft) -> None:
     _data(draft, method)
     _objective(draft, method)
     _loop(draft)
-    factors(draft, rank=("lora_rank",))
-    targets(draft, draft.take("target_modules"), whose="target_modules")
+    sources.factors(draft, rank=("lora_rank",))
+    sources.targets(draft, draft.take("target_modules"), whose="target_modules")
     first = draft.take("init_weights")
     if first is not None and first is not True:
         draft.put("lora.init_lora_weights", first, "init_weights")
@@ -57,8 +42,8 @@ def rules(draft: Draft) -> None:
                 "init_weights", first, "lora.init_lora_weights has true, false, gaussian, pissa and olora of these"
             )
             draft.values.pop("lora.init_lora_weights")
-    adapter(draft, draft.take("adapters", "resume_from_adapter"), whose="adapters")
-    settle_adapter(draft)
+    sources.adapter(draft, draft.take("adapters", "resume_from_adapter"), whose="adapters")
+    sources.settle_adapter(draft)
 
 
 def _model(draft: Draft) -> None:
@@ -68,14 +53,11 @@ def _model(draft: Draft) -> None:
     method, bits = draft.take("quant_method"), draft.take("quant_bits")
     nested = draft.take("bnb_4bit_use_double_quant", default=True)
     if bits is not None and str(method) in ("None", "bnb") and bits in (4, 8):
-        quantized(draft, {4: "nf4", 8: "int8"}[bits], whose="quant_bits", nested=bits == 4 and loop.is_true(nested))
+        is_nested = bits == 4 and loop.is_true(nested)
+        sources.quantized(draft, {4: "nf4", 8: "int8"}[bits], whose="quant_bits", nested=is_nested)
     elif bits is not None:
         draft.lose("quant_method", method, "4 bits are bitsandbytes' nf4, 8 int8")
-    loop.recompute(
-        draft,
-        draft.take("gradient_checkpointing", "activation_checkpointing", default=True),
-        whose="gradient_checkpointing",
-    )
+    loop.recompute(draft, "gradient_checkpointing", "activation_checkpointing", default=True)
 
 
 def _data(draft: Draft, method: str) -> None:
@@ -83,11 +65,11 @@ def _data(draft: Draft, method: str) -> None:
     names = given if isinstance(given, list) else str(given or "").split()
     if not names:
         raise draft.refuse("dataset", "it names no data", "give --dataset in it")
-    put_sources(draft, "data.train", [_source(draft, str(each)) for each in names], "dataset")
+    sources.put_all(draft, "data.train", [_source(draft, str(each)) for each in names], "dataset")
     tests = draft.take("val_dataset")
     if tests:
         found = [_source(draft, str(each)) for each in (tests if isinstance(tests, list) else str(tests).split())]
-        put_sources(draft, "data.eval", found, "val_dataset")
+        sources.put_all(draft, "data.eval", found, "val_dataset")
     elif draft.take("split_dataset_ratio"):
         loop.held_out(draft, "split_dataset_ratio", is_number=False)
     draft.take("split_dataset_ratio")
@@ -104,7 +86,7 @@ def _data(draft: Draft, method: str) -> None:
         draft.put("data.packing", "rows", "packing")
     name = draft.take("template")
     if name is not None:
-        template(draft, name, whose="template")
+        sources.template(draft, name, whose="template")
     else:
         draft.say("template: chosen by the model there, perhaps with a system text of its own; here the tokenizer's")
     columns = draft.take("columns")
@@ -141,7 +123,7 @@ def _source(draft: Draft, name: str) -> dict[str, Any]:
             "write a data.map: file.py:function",
         )
     path, _, subset = name.partition(":")
-    return source(path, config=subset or None, rows=f":{count}" if count else None)
+    return sources.one(path, config=subset or None, rows=f":{count}" if count else None)
 
 
 def _objective(draft: Draft, method: str) -> None:
@@ -149,19 +131,19 @@ def _objective(draft: Draft, method: str) -> None:
     chosen, rejected = draft.take("desirable_weight"), draft.take("undesirable_weight")
     draft.take(*_ROLLOUTS, "max_completion_length", "temperature", "epsilon")
     if method == "kto":
-        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+        sources.preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
     elif method == "simpo":
         usual = 2.0 if beta is None else beta
-        simpo(draft, usual, draft.take("simpo_gamma", default=1.0), draft.take("cpo_alpha"))
+        sources.simpo(draft, usual, draft.take("simpo_gamma", default=1.0), draft.take("cpo_alpha"))
     elif method in ("dpo", "orpo"):
         if method == "orpo":
-            preferences(draft, method, beta)
+            sources.preferences(draft, method, beta)
         else:
             options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
             options["label_smoothing"] = draft.take("label_smoothing")
             tau = draft.take("discopop_tau")
             options["discopop_tau"] = tau if "discopop" in str(loss) else None
-            pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
+            sources.pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
         if method == "dpo":
             draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")

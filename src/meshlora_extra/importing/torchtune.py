@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import preferences, put_sources, source
 
 # Their builder of a dataset -> (its source, format here, prompt style, whether prompts are trained, columns).
 _Built = tuple[str | None, str | None, str | None, bool, dict[str, str]]
@@ -28,9 +27,7 @@ def rules(draft: Draft) -> None:
     if "lora" not in builder:
         raise draft.refuse(f"model._component_: {builder}", "the recipe trains all parameters", "take its LoRA recipe")
     if "ppo" in str(draft.recipe.given.get("loss._component_", "")).lower() or draft.has("reward_functions"):
-        raise draft.refuse(
-            "PPO or GRPO", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
-        )
+        raise loop.makes_rollouts(draft, "PPO or GRPO")
     path = draft.take("checkpointer.checkpoint_dir")
     draft.put("model.path", str(path).rstrip("/"), f"checkpointer.checkpoint_dir; the model is {builder}")
     quantized = loop.is_true(draft.take("model.quantize_base")) or builder.startswith("qlora")
@@ -56,11 +53,11 @@ def _objective(draft: Draft) -> bool:
     name = str(draft.take("loss._component_", default="")).rpartition(".")[2]
     beta, smoothing = draft.take("loss.beta"), draft.take("loss.label_smoothing")
     if name in ("DPOLoss",):
-        preferences(draft, "dpo", beta, label_smoothing=smoothing or None)
+        sources.preferences(draft, "dpo", beta, label_smoothing=smoothing or None)
         return True
     if name in ("RSOLoss", "SimPOLoss", "IPOLoss"):
         draft.lose("loss._component_", name, "of pairs there is dpo with the sigmoid loss, and orpo")
-        preferences(draft, "dpo", beta)
+        sources.preferences(draft, "dpo", beta)
         return True
     return False
 
@@ -77,8 +74,11 @@ def _data(draft: Draft, is_pairs: bool) -> None:
     usual, format, style, on_prompt, columns = built
     path = files if files and own in (None, "json", "csv", "parquet", "text") else own or usual or name
     found = _columns(draft, columns)
-    put_sources(
-        draft, "data.train", [source(path, split=draft.take("dataset.split"), columns=found, format=format)], "dataset"
+    sources.put_all(
+        draft,
+        "data.train",
+        [sources.one(path, split=draft.take("dataset.split"), columns=found, format=format)],
+        "dataset",
     )
     if style:
         draft.put("data.prompt", style, name)
@@ -142,19 +142,13 @@ def _validation(draft: Draft) -> None:
     if not name:
         return
     path = own or (_DATASETS.get(name) or (None,))[0] or name
-    put_sources(draft, "data.eval", [source(path, split=split or "train")], "dataset_val")
+    sources.put_all(draft, "data.eval", [sources.one(path, split=split or "train")], "dataset_val")
     if every:
         draft.put("train.eval_every", int(every), "run_val_every_n_steps")
 
 
 def _loop(draft: Draft) -> None:
-    micro = draft.take("batch_size", default=1)
-    loop.sizes(
-        draft,
-        micro,
-        draft.take("gradient_accumulation_steps", default=1),
-        whose="batch_size x gradient_accumulation_steps x processes",
-    )
+    loop.sizes(draft, "batch_size")
     epochs, most = draft.take("epochs", default=1), draft.take("max_steps_per_epoch")
     if most is not None:
         draft.put("train.steps", int(epochs) * int(most), "epochs x max_steps_per_epoch, if an epoch has as many")
@@ -204,9 +198,7 @@ def _events(draft: Draft) -> None:
         draft.say("seed: another each time there; here 0 unless train.seed says otherwise")
     else:
         draft.put("train.seed", int(seed), "seed")
-    loop.recompute(
-        draft, draft.take("enable_activation_checkpointing", default=False), whose="enable_activation_checkpointing"
-    )
+    loop.recompute(draft, "enable_activation_checkpointing", default=False)
     every, logger = draft.take("log_every_n_steps"), str(draft.take("metric_logger._component_", default=""))
     if every:
         draft.put("train.log_every", int(every), "log_every_n_steps")

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora_extra.importing import loop
+from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
-from meshlora_extra.importing.sources import (
-    factors,
-    no_dropout,
-    pairs,
-    preferences,
-    put_data,
-    put_sources,
-    quantized,
-    simpo,
-    source,
-    targets,
-)
 
 _ROLLOUTS = ("num_generations", "reward_funcs", "num_iterations")
 _OF_PAIRS = ("dpo", "orpo", "kto", "cpo")
@@ -32,9 +20,8 @@ def method_of(draft: Draft) -> str:
         method = "dpo" if draft.has("beta", "loss_weights", "f_divergence_type", "max_prompt_length") else "sft"
         draft.say(f"the file does not say which trainer reads it: {method}, by its keys")
     if method in ("grpo", "rloo") or draft.has(*_ROLLOUTS):
-        raise draft.refuse(
-            method, "rollouts and rewards are made by meshlora rl, whose run file has other keys", "docs/rl.md"
-        )
+        rule = "rollouts and rewards are made by meshlora rl, whose run file has other keys"
+        raise draft.refuse(method, rule, "docs/rl.md")
     if method not in _RATES:
         raise draft.refuse(method, "it is sft, dpo, orpo, kto or reward that is trained here", "docs/objectives.md")
     draft.take(*_ROLLOUTS, "max_completion_length")
@@ -52,7 +39,7 @@ def rules(draft: Draft) -> None:
     four, eight = draft.take("load_in_4bit"), draft.take("load_in_8bit")
     if loop.is_true(four) or loop.is_true(eight):
         kind, whose = ("nf4", "load_in_4bit") if loop.is_true(four) else ("int8", "load_in_8bit")
-        quantized(draft, kind, whose=whose, nested=loop.is_true(draft.take("use_bnb_nested_quant")))
+        sources.quantized(draft, kind, whose=whose, nested=loop.is_true(draft.take("use_bnb_nested_quant")))
         draft.lose(
             f"{whose}: factors", "bfloat16", "factors are float32 here; there they are bfloat16 with a quantised base"
         )
@@ -61,11 +48,11 @@ def rules(draft: Draft) -> None:
     objective(draft, method)
     arguments(draft, method)
     draft.take("lora_task_type")
-    factors(draft)
-    targets(draft, draft.take("lora_target_modules", "target_modules"), whose="lora_target_modules")
+    sources.factors(draft)
+    sources.targets(draft, draft.take("lora_target_modules", "target_modules"), whose="lora_target_modules")
     draft.take("config_class", "get_chat_template", "train_on_responses_only")
     if method in (*_OF_PAIRS, "reward"):
-        no_dropout(draft)
+        sources.no_dropout(draft)
 
 
 def _dtype(draft: Draft) -> None:
@@ -87,7 +74,7 @@ def _dtype(draft: Draft) -> None:
 
 def _data(draft: Draft) -> None:
     if draft.has("load_dataset.train"):  # of a Python script
-        put_data(draft)
+        sources.put_data(draft)
         return
     given, mixture = draft.take("dataset_name", "dataset_path"), draft.take("datasets")
     config = draft.take("dataset_config")
@@ -96,21 +83,22 @@ def _data(draft: Draft) -> None:
         found = []
         for number, each in enumerate(mixture):
             entry = dict(each) if isinstance(each, dict) else {"path": each}
-            found.append(source(entry.pop("path"), config=entry.pop("name", None), split=entry.pop("split", "train")))
+            path, split = entry.pop("path"), entry.pop("split", "train")
+            found.append(sources.one(path, config=entry.pop("name", None), split=split))
             entry.pop("data_files", None)
             for key, value in entry.items():
                 draft.lose(f"datasets[{number}].{key}", value, "sources have no such option")
-        put_sources(draft, "data.train", found, "datasets")
+        sources.put_all(draft, "data.train", found, "datasets")
         return
     if given is None:
         raise draft.refuse("dataset_name", "it names no data", "give dataset_name in it")
-    put_sources(draft, "data.train", [source(given, config=config, split=trained)], "dataset_name")
+    sources.put_all(draft, "data.train", [sources.one(given, config=config, split=trained)], "dataset_name")
     strategy = str(draft.recipe.given.get("eval_strategy") or "no").lower()
     if tested is not None or strategy not in ("no", "false"):
-        put_sources(
+        sources.put_all(
             draft,
             "data.eval",
-            [source(given, config=config, split=tested or "test")],
+            [sources.one(given, config=config, split=tested or "test")],
             "dataset_test_split, test by default",
         )
 
@@ -161,13 +149,13 @@ def objective(draft: Draft, method: str) -> None:
         draft.lose("loss_type", loss, "of text there are nll and dft, of orpo one loss")
     if method == "kto":
         other = None if loss in (None, "kto") else str(loss)
-        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected, loss=other)
+        sources.preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected, loss=other)
     elif method == "orpo":
-        preferences(draft, method, beta)
+        sources.preferences(draft, method, beta)
     elif method == "cpo":
         if loss != "simpo":
             raise draft.refuse(f"cpo with loss_type: {loss}", "of CPO's losses there is simpo", "docs/objectives.md")
-        simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
+        sources.simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
     elif method == "dpo":
         divergence, smoothing = draft.take("f_divergence_type"), draft.take("label_smoothing")
         of_alpha = divergence == "alpha_divergence"
@@ -176,7 +164,7 @@ def objective(draft: Draft, method: str) -> None:
         options |= {"f_divergence": divergence, "f_alpha": alpha if of_alpha else None}
         options |= {"discopop_tau": tau if "discopop" in str(loss) else None, "label_smoothing": smoothing}
         options["weighted"] = draft.take("use_weighting") or None
-        pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
+        sources.pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
     if method in _OF_PAIRS:
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
         draft.say(
@@ -189,8 +177,4 @@ def arguments(draft: Draft, method: str, usual: dict[str, Any] | None = None) ->
     """Arguments of the trainer. usual: its defaults, where they are not TRL's."""
     own = {"per_device_train_batch_size": 8, "learning_rate": _RATES[method], "optim": "adamw_torch_fused"}
     loop.arguments(draft, own | (usual or {}), ratio_why=f"the default of {draft.title}")
-    loop.recompute(
-        draft,
-        draft.take("gradient_checkpointing", "activation_checkpointing", default=True),
-        whose="gradient_checkpointing",
-    )
+    loop.recompute(draft, "gradient_checkpointing", "activation_checkpointing", default=True)
