@@ -25,14 +25,7 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan
 from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.pieces import own_words
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.experts.per_expert import (
-    by_projection,
-    engine_factors,
-    engine_names,
-    engine_tensors,
-    is_per_expert,
-    refuse_per_expert,
-)
+from meshlora.wings.experts import per_expert
 from meshlora_extra.engines import check_options, one_scaling, served
 from meshlora_extra.paper.export import check_new, export, factors_of, side_of, write_folder
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -73,7 +66,7 @@ def export_for_engines(
 def _export_linears(adapter: Path, out: Path, config: LoraConfig) -> None:
     """Write an adapter that is on no experts, with one rank, one scale and targets by name where it has others."""
     tensors, stored = read_adapter_tensors(adapter / WEIGHTS_FILE), read_json(adapter / CONFIG_FILE)
-    refuse_per_expert(adapter, tensors)
+    per_expert.refuse_per_expert(adapter, tensors)
     factors, _ = factors_of(tensors, config, f"{adapter}", strict=False)
     scaling = one_scaling(f"{adapter}", {name: each.lora_alpha / each.r for name, each in factors.items()})
     r, written = max(each.r for each in factors.values()), {}
@@ -124,7 +117,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         raise UserError("--layout per-expert", why, "engines read its adapters in PEFT's form")
     config = read_config(folder, ignore_dropout=True)
     tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
-    if is_per_expert(tensors):
+    if per_expert.is_per_expert(tensors):
         raise UserError(f"{folder}", "it has one adapter for each expert already", "serve it as it is")
     check_options(config, f"{folder / CONFIG_FILE}")
     planned = plan_adapter(model, plan, config, strict=False, folder=folder)
@@ -134,7 +127,7 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         raise UserError(
             f"{folder}", "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is"
         )
-    names = engine_names(plan.model_type)  # refuses what engines read as it is, once that is known to be so
+    names = per_expert.engine_names(plan.model_type)  # refuses what engines read as it is, once that is known to be so
     _check_no_base(folder, tensors, targets, plan)
     full, _ = read_factors(planned, plan)  # split into experts
     # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
@@ -147,10 +140,10 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         written[key] = _padded(tensors[key], r, dim="AB".index(side))  # A: [r, in], B: [out, r]
     for rule in plan.experts.values():
         padded = {}
-        for name, factors in by_projection(rule, full).items():
+        for name, factors in per_expert.by_projection(rule, full).items():
             padded[name] = ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
         if padded:  # LoRA is on this layer's experts
-            written |= engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
+            written |= per_expert.engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
     # Last parts of names: engines match these.
     stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
@@ -171,7 +164,7 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     file = folder / WEIGHTS_FILE
     planned = plan_folder(model, plan, folder, ignore_dropout=True)
     config, targets = planned.config, planned.targets
-    factors = engine_factors(file, targets, plan)
+    factors = per_expert.engine_factors(file, targets, plan)
     if factors is None:
         rule = "it is in PEFT's form, which is no different for any model"
         raise UserError(f"{folder} and --model", rule, "leave out --model")

@@ -8,26 +8,18 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import (
-    add_json,
-    add_ranks_per_gpu,
-    add_run_file,
-    check_json,
-    ranks_per_gpu_words,
-    run_file_words,
-    write_result,
-)
+from meshlora.cli import arguments
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
-    add_run_file(check)
+    arguments.add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.add_argument("--prove", action="store_true", help="do the preflight now, as train does before its first step")
-    add_ranks_per_gpu(check)
-    add_json(check)
+    arguments.add_ranks_per_gpu(check)
+    arguments.add_json(check)
     check.set_defaults(run=_check)
 
 
@@ -42,7 +34,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.verify.preflight import preflight, preflight_state
     from meshlora_ground.console import Console
 
-    check_json(options)
+    arguments.check_json(options)
     shares = options.ranks_per_gpu
     if shares != 1 and not options.prove:
         raise UserError(f"--ranks-per-gpu {shares}", "it has no effect without --prove", "give both")
@@ -77,8 +69,8 @@ def _check(options: argparse.Namespace) -> None:
         rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
         part("plot", "--plot").plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
-    words = run_file_words(options.file, options.overrides)
-    words += ["--nproc", str(run.topology.world), *ranks_per_gpu_words(options)]
+    words = arguments.run_file_words(options.file, options.overrides)
+    words += ["--nproc", str(run.topology.world), *arguments.ranks_per_gpu_words(options)]
     command = shlex.join(["meshlora", command_name, *words])
     if options.prove:
         preflight(runs, ranks_per_gpu=shares)
@@ -86,7 +78,7 @@ def _check(options: argparse.Namespace) -> None:
     console.say(state)
     console.say(f"ready: {command}")
     found = {name: _result(run) for name, run in runs.items()}
-    write_result(options.json, {"runs": found, "preflight": state, "command": command})
+    arguments.write_result(options.json, {"runs": found, "preflight": state, "command": command})
 
 
 def _rows_of(run: Any, given: Collection[str]) -> list[tuple[str, str]]:

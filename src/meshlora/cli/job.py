@@ -16,19 +16,11 @@ from meshlora.cli.arguments import run_file_words, write_result
 from meshlora.comm.groups import join, on_gpus
 from meshlora.processes.heartbeat import Watch
 from meshlora.processes.launchers import Place
+from meshlora.run import edge
 from meshlora.run.agreement import agreed, one_day
 from meshlora.run.checkpoint.manifest import read_manifest
 from meshlora.run.config.file import read_runs
 from meshlora.run.config.run_file import RunConfig
-from meshlora.run.edge import (
-    be_deterministic,
-    command_of,
-    how_to_go_on,
-    launched_by_us,
-    leave_result,
-    log_to_file,
-    whole_command,
-)
 from meshlora.run.extras import part
 from meshlora.run.launch import launch
 from meshlora.run.machines import machines, own_words
@@ -92,7 +84,7 @@ class Job:
     @property
     def leads(self) -> bool:
         """Whether it is the one that outlives all others, which holds the outputs and proves."""
-        return self.is_main and not launched_by_us()
+        return self.is_main and not edge.launched_by_us()
 
     @property
     def makes_rollouts(self) -> bool:
@@ -112,7 +104,7 @@ class Job:
                 return True
             if not self.starts_ranks:
                 if found.config.train.deterministic:
-                    be_deterministic()
+                    edge.be_deterministic()
                 if line := machines(found.config.device, watch):
                     Console().say(line)
             planned = self._planned(found)
@@ -122,8 +114,8 @@ class Job:
                 is_done = self._launch(found)
             else:
                 is_done = self._train(found, watch, planned)
-            if launched_by_us():  # which ends with the code itself, and writes
-                leave_result(is_done)
+            if edge.launched_by_us():  # which ends with the code itself, and writes
+                edge.leave_result(is_done)
                 return True
             self._write(found, is_done=is_done)
             return is_done
@@ -162,7 +154,7 @@ class Job:
     def described(self, run: Prepared, note: Sequence[str] = ()) -> Prepared:
         """`run` with its command, what is proved of it, and a further note."""
         proof = proof_words(run, skip=self.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
-        return run.described(note, command=whole_command(command_of(self.words)), proof=proof)
+        return run.described(note, command=edge.whole_command(edge.command_of(self.words)), proof=proof)
 
     def _prompts(self, run: Prepared) -> Any:
         """The prompts of rollouts, checked with their rewards before this process opens its GPU: templates of prompts
@@ -214,13 +206,15 @@ class Job:
         """Train as one rank of a launcher, or alone."""
         runs, making = found.runs, None
         if self.place is not None and self.place.rank > 0:  # rank 0 alone speaks on the terminal
-            log_to_file(logs_of(runs), self.place.rank, goes_on=any(run.resume is not None for run in runs.values()))
+            edge.log_to_file(
+                logs_of(runs), self.place.rank, goes_on=any(run.resume is not None for run in runs.values())
+            )
         if self.makes_rollouts:
             rollouts = part("rollouts", "rl")
             making = rollouts.making(runs[""], found.prompts)
             if self.is_main:
                 rollouts.describe(runs[""], found.prompts, Console())
-        go_on = how_to_go_on(self.words)
+        go_on = edge.how_to_go_on(self.words)
         with self._watched(found):
             return train(runs, go_on=go_on, watch=watch, planned=planned, making=making, ends_if_stopped=True)
 

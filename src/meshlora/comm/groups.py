@@ -24,18 +24,8 @@ from torch import Tensor
 from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshlora.processes import launchers
 from meshlora.processes.arrivals import Arrivals
-from meshlora.processes.launchers import (
-    Place,
-    enter_place,
-    hides_gpus,
-    is_by_torchrun,
-    launcher_place,
-    local_store,
-    master_port,
-    part_of_attempt,
-    set_rendezvous,
-)
 from meshlora.processes.links import Links, Outbox
 from meshlora_ground.compat import torch_distributed
 from meshlora_ground.errors import UserError
@@ -235,7 +225,7 @@ def num_processes() -> int:
     """Number of processes of this job, from the open group, else the launcher, else one."""
     if dist.is_initialized():
         return dist.get_world_size()
-    place = launcher_place()
+    place = launchers.launcher_place()
     return place.world if place else 1
 
 
@@ -244,7 +234,7 @@ def become_rank(rank: int, world: int, device_type: str, *, store: str, ranks_pe
 
     Whatever launcher started the parent, this process is not a rank of that job.
     """
-    enter_place(rank, world, store=store, ranks_per_gpu=ranks_per_gpu)
+    launchers.enter_place(rank, world, store=store, ranks_per_gpu=ranks_per_gpu)
     return join(device_type)
 
 
@@ -256,12 +246,12 @@ def meet() -> dist.Store | None:
     Raises:
         UserError: see `launchers.set_rendezvous`.
     """
-    place = launcher_place()
+    place = launchers.launcher_place()
     if place is None:
         return None
-    file = local_store()
+    file = launchers.local_store()
     if file is None:
-        set_rendezvous()
+        launchers.set_rendezvous()
     return _store(file, place.rank, place.world)
 
 
@@ -275,10 +265,10 @@ def _store(file: str | None, rank: int, world: int) -> dist.Store:
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
-        given = f"MASTER_PORT={master_port()}"
+        given = f"MASTER_PORT={launchers.master_port()}"
         raise UserError(given, "another process of this host listens there", "set it to a free one") from None
-    if is_by_torchrun():
-        return part_of_attempt(store, rank, world, timeout_s=_MEETING_S)
+    if launchers.is_by_torchrun():
+        return launchers.part_of_attempt(store, rank, world, timeout_s=_MEETING_S)
     return store
 
 
@@ -291,12 +281,12 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     Raises:
         UserError: see `on_gpus`.
     """
-    place = launcher_place()
+    place = launchers.launcher_place()
     if dist.is_initialized() and place is None:  # the script opened the group, and chose its device
         if on_gpus(device_type, num_ranks=1):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
-    own = place or Place(rank=0, world=1, local_rank=0)
+    own = place or launchers.Place(rank=0, world=1, local_rank=0)
     # As many as this rank knows of.
     on_gpu = on_gpus(device_type, num_ranks=own.local_rank + 1, ranks_per_gpu=own.ranks_per_gpu)
     device = _take_gpu(own) if on_gpu else torch.device("cpu")
@@ -306,7 +296,7 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     assert store is not None
     if on_gpu:
         backend = "nccl"
-    elif local_store() is not None:
+    elif launchers.local_store() is not None:
         backend = BACKEND
         if BACKEND not in Backend.backend_list:
             Backend.register_backend(BACKEND, LocalGroup, devices=["cpu"])
@@ -324,7 +314,7 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     return device
 
 
-def _take_gpu(place: Place) -> torch.device:
+def _take_gpu(place: launchers.Place) -> torch.device:
     """The GPU of a rank, made this process' own: the default of all that names no device."""
     device = torch.device("cuda", place.gpu)
     torch.cuda.set_device(device)
@@ -345,7 +335,7 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
     if ranks_per_gpu < 1:
         raise UserError(f"--ranks-per-gpu {ranks_per_gpu}", "at least 1 rank computes on each GPU", "leave it out")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device_type == "auto" and not num_gpus and not hides_gpus() and any(f.exists() for f in _DRIVER):
+    if device_type == "auto" and not num_gpus and not launchers.hides_gpus() and any(f.exists() for f in _DRIVER):
         way_out = "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu"
         raise UserError("device: auto", f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine", way_out)
     if device_type == "cpu" or (device_type == "auto" and not num_gpus):

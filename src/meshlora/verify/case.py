@@ -29,24 +29,8 @@ from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.objective import Objective
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
-from meshlora_judge.case import (
-    Case,
-    as_pairs,
-    as_similar,
-    check_tokens,
-    distinct_sequences,
-    num_sequences_for,
-    random_tokens,
-    with_context,
-    with_feedback,
-    with_labels,
-    with_margins,
-    with_prompts,
-    with_rollouts,
-    with_routed,
-    with_teacher,
-    with_tokens,
-)
+from meshlora_judge import case
+from meshlora_judge.case import Case
 from meshlora_judge.images import with_images
 from meshlora_judge.invoked import check_invocations, with_invocations
 from meshlora_judge.objectives import has_load_balancing
@@ -65,21 +49,21 @@ def case_of(
     request: Request, config: PretrainedConfig, plan: ModelPlan, batch_size: int, *, tokens: Sequence[int]
 ) -> Case:
     """The case of `request`, on random sequences or those of the user. tokens: whose rows the adapter trains."""
-    objective, number = request.objective, num_sequences_for(batch_size, request.steps)
+    objective, number = request.objective, case.num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
     if tokens and request.data is None:
-        found = with_tokens(found, tokens)
+        found = case.with_tokens(found, tokens)
     invocation = request.lora.get("alora_invocation_tokens") or ()
     if request.data is None:
         found = with_invocations(found, invocation)
     if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
     if plan.encoder and request.data is None:
-        found = with_prompts(found, config, seed=request.seed)
+        found = case.with_prompts(found, config, seed=request.seed)
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
-    check_tokens(data, tokens)
+    case.check_tokens(data, tokens)
     check_invocations(data, invocation)
     if request.routed:
         data = _with_experts(request, config, plan, data)
@@ -126,7 +110,7 @@ def _with_experts(
     numbers = {rule.num_choices for rule in plan.experts.values()}
     if request.dtype == "float64" and chosen and groups == 1 and len(numbers) == 1 and plan.topology.pp == 1:
         size = {"layers": text.num_hidden_layers, "experts": min(numbers), "chosen": chosen}
-        return with_routed(data, **size, seed=request.seed)
+        return case.with_routed(data, **size, seed=request.seed)
     if request.routed == "auto":
         return data
     raise UnsupportedError("routed_experts", "they are proved in float64, of routers that choose among all experts")
@@ -143,7 +127,7 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
         options = {"seed": request.seed, "pad_token_id": pad, "shortest": 1}
         if request.objective.reader in _ANSWERS:
             options["shortest"] = 2
-        return random_tokens(num_sequences=number, vocab_size=size, **options), pad
+        return case.random_tokens(num_sequences=number, vocab_size=size, **options), pad
     if not isinstance(request.model, str) or request.twin:
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
@@ -159,7 +143,7 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
         raise UserError(f"--data {data}", rule, "leave out --images")
     processor = functools.partial(load_processor, request.model, config)
     found = tokenize(records, tokenizer, max_length=limit, vocab_size=size, processor=processor)
-    return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
+    return case.distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
 
 
 def as_records(
@@ -167,24 +151,24 @@ def as_records(
 ) -> TokenizedDataset:
     """Turn the sequences `found` into records of `objective`. segments: texts of two segments each."""
     if objective.reader == "pairs":
-        return as_pairs(found)
+        return case.as_pairs(found)
     if objective.reader == "margins":
-        return with_margins(found, seed=seed)
+        return case.with_margins(found, seed=seed)
     if objective.reader == "feedback":
-        return with_feedback(found)
+        return case.with_feedback(found)
     if objective.reader in ("rollouts", "rewarded"):
         is_rewarded = objective.reader == "rewarded"
         is_truncated = getattr(objective, "mask_truncated", False)
         options = {"is_rewarded": is_rewarded, "is_truncated": is_truncated}
-        return with_rollouts(found, vocab_size=vocab_size, seed=seed, **options)
+        return case.with_rollouts(found, vocab_size=vocab_size, seed=seed, **options)
     if objective.reader in ("labelled", "labelled_words"):
-        return with_labels(found, objective, seed=seed, segments=segments)
+        return case.with_labels(found, objective, seed=seed, segments=segments)
     if objective.reader == "taught":
-        return with_teacher(found, vocab_size=vocab_size, seed=seed)
+        return case.with_teacher(found, vocab_size=vocab_size, seed=seed)
     if objective.reader == "in_context":
-        return with_context(found, vocab_size=vocab_size, seed=seed)
+        return case.with_context(found, vocab_size=vocab_size, seed=seed)
     if objective.reader == "similar":
-        return as_similar(found, _ROWS["similar"])
+        return case.as_similar(found, _ROWS["similar"])
     return found
 
 

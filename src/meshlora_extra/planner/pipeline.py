@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.stages.cut import (
-    beside_text,
-    check_shared,
-    check_stages,
-    cut_layers,
-    featured_layers,
-    first_sharing_layer,
-    layer_cost,
-)
+from meshlora.wings.stages import cut
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_ground.topology import LAYERS, Topology
@@ -60,13 +52,13 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     number = topology.num_stages
     if number == 1:
         return [PartOfModel(shrunk, plan, tuple(range(len(order))), (Stage(0, len(order)),))]  # one stage of all
-    check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
+    cut.check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
     # Of one layer of each kind.
-    costs = {kind: layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
-    after = layer_cost(shrunk.model, plan, plan.head)
-    first, last = featured_layers(model.config), first_sharing_layer(model.config)
-    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=after, first=first, last=last)
-    check_shared(model, dataclasses.replace(plan, stages=cuts))
+    costs = {kind: cut.layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
+    after = cut.layer_cost(shrunk.model, plan, plan.head)
+    first, last = cut.featured_layers(model.config), cut.first_sharing_layer(model.config)
+    cuts = cut.cut_layers(tuple(costs[kind] for kind in order), number, after=after, first=first, last=last)
+    cut.check_shared(model, dataclasses.replace(plan, stages=cuts))
     size = topology.size_over(LAYERS)
     found = []
     for rank in range(size):
@@ -79,7 +71,7 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
             stages.append(Stage(begin, len(layers), stage == 0, stage == number - 1))
         elsewhere = []
         if not of_rank.has_first_stage:
-            elsewhere += [plan.embedding, *beside_text(model, plan)]
+            elsewhere += [plan.embedding, *cut.beside_text(model, plan)]
         if not of_rank.has_last_stage:
             elsewhere += [*plan.after, plan.head]
         # What is elsewhere counts no times.

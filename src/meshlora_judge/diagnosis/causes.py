@@ -15,20 +15,8 @@ import torch
 from torch import Tensor
 
 from meshlora_judge.capture import CHOICES
-from meshlora_judge.diagnosis.symptoms import (
-    Failure,
-    are_columns_moved,
-    centred,
-    is_held_by_several,
-    is_in_rank_order,
-    is_near,
-    is_permuted,
-    is_scaled_by_column,
-    is_scaled_by_row,
-    rank_errors,
-    ratio_of,
-    squares_of_copies,
-)
+from meshlora_judge.diagnosis import symptoms
+from meshlora_judge.diagnosis.symptoms import Failure
 from meshlora_judge.experts import stack_of
 from meshlora_judge.judge import judge
 from meshlora_judge.saved import CONFIG, FRESH, WEIGHTS
@@ -83,9 +71,9 @@ def _loaded_adapter(case: Failure) -> str:
         return (
             "the adapters on this rank are not those of the experts, or of the parts of them, whose matrices it holds"
         )
-    if is_in_rank_order(case.result, case.evidence.topology):
+    if symptoms.is_in_rank_order(case.result, case.evidence.topology):
         return "the adapter is cut in the order of the ranks, and the base weight that it goes with is held otherwise"
-    if is_permuted(case.result):
+    if symptoms.is_permuted(case.result):
         return "each rank holds another rank's slice of the adapter, or rows of it that the base's rows do not go with"
     return "the adapter that training starts from is not the one in the file"
 
@@ -101,13 +89,13 @@ def _forward(case: Failure) -> str:
     if fact != "column" and case.sees_others(name):
         return f"{_OTHERS}; or its own weights"
     # The right numbers, in other rows.
-    if is_permuted(case.result):
+    if symptoms.is_permuted(case.result):
         if case.tp > 1:
             over = "tp" + _if(topology.cp > 1, " or cp")
             return f"the tokens are in the wrong order: the cut or the gather over {over} does not follow the ranks"
         cut = _if(topology.cp > 1, ", or the cut over cp")
         return f"the numbers are there, for other tokens: their order, or which tokens see each other{cut}"
-    if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, case.whole, case.tolerance):
+    if case.tp > 1 and "norm" in name and symptoms.is_scaled_by_row(case.result.pieces, case.whole, case.tolerance):
         return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
     if topology.sp and case.fact(case.block(name)).startswith("whole region"):
         return "a block that is not split saw only its rank's slice of the tokens"
@@ -132,7 +120,7 @@ def _magnitude(case: Failure) -> str:
     """The fault of DoRA's magnitudes, which scale output features."""
     if not _has_magnitude(case) or case.ratio is not None:
         return ""
-    if is_scaled_by_column(case.result.pieces, case.whole, case.tolerance):
+    if symptoms.is_scaled_by_column(case.result.pieces, case.whole, case.tolerance):
         return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
     is_dropped = f"{case.result.name}.lora_dropout" in case.evidence.reference.dropouts
     if not is_dropped or case.fact(case.result.name) == "row":
@@ -154,7 +142,7 @@ def _row_parallel(case: Failure) -> str:
     found = [p.values.double() - p.of(case.whole).double() for p in case.result.pieces if p.dim is None]
     gaps = torch.cat(found or [case.whole])
     # What is left of the gap without its mean over tokens is nothing: it is the same for each token.
-    if gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm()):
+    if gaps.ndim > 1 and float(symptoms.centred(gaps).norm()) <= case.tolerance * float(gaps.norm()):
         return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
     # An average and a second sum are exact multiples, so they come before what only fits roughly.
     if words := _wrong_sum(case, "tp", "row-parallel output"):
@@ -184,9 +172,9 @@ def _lora_part(case: Failure) -> str:
     if is_nothing:
         return "the adapter's term is missing"
     term = (case.whole - base).double()
-    ratio = ratio_of(pieces, term, case.tolerance)
+    ratio = symptoms.ratio_of(pieces, term, case.tolerance)
     if ratio is None:
-        is_moved = are_columns_moved(assembled(pieces, term), term)
+        is_moved = symptoms.are_columns_moved(assembled(pieces, term), term)
         return _if(is_moved, "the adapter's term is added to other features: another piece of a fused matrix")
     if abs(ratio - 1) < case.tolerance:
         return "the gap is the same for every token: the bias is missing, or is another rank's slice"
@@ -229,10 +217,10 @@ def _dropout(case: Failure) -> str:
     gap = assembled(case.result.pieces, whole) - whole.double()
     # Another input of A moves the output within the span of B, and nowhere else.
     span = torch.linalg.qr(b.double()).Q
-    if not is_near(gap @ span @ span.T, gap, case.tolerance):
+    if not symptoms.is_near(gap @ span @ span.T, gap, case.tolerance):
         return ""
     ratio = 1 + float((gap * term).sum() / term.square().sum())
-    if not is_near((ratio - 1) * term, gap, case.tolerance):
+    if not symptoms.is_near((ratio - 1) * term, gap, case.tolerance):
         return _OTHER_MASK
     return _if(abs(ratio - (1 - rate)) < case.tolerance, _NOT_SCALED)
 
@@ -253,7 +241,7 @@ def _experts(case: Failure) -> str:
         return ""
     if words := _wrong_sum(case, "etp", "the experts' output is", "summed"):
         return words
-    if is_permuted(case.result):
+    if symptoms.is_permuted(case.result):
         return "the experts' output goes to other tokens: rows come back in another order than they left in"
     return (
         "what experts make of their tokens: rows or routing weights that do not go together, a sum over etp that lacks "
@@ -262,7 +250,7 @@ def _experts(case: Failure) -> str:
 
 
 def _logits(case: Failure) -> str:
-    if all(are_columns_moved(piece.values, piece.of(case.whole)) for piece in case.result.pieces):
+    if all(symptoms.are_columns_moved(piece.values, piece.of(case.whole)) for piece in case.result.pieces):
         return "the logits are those of other tokens: the parts of the vocabulary are not joined in the ranks' order"
     return "every layer agrees and the logits do not: the output head, or how the last layer's tokens are joined"
 
@@ -341,7 +329,7 @@ def _gradients(case: Failure) -> str:
     for axis, size in reversed(topology.sizes.items()):
         is_summed = is_all
         if axis == "tp":  # over tp only factors that are whole on a rank are summed; over the other axes all are
-            is_summed = all(is_held_by_several(result, topology) for result in failed)
+            is_summed = all(symptoms.is_held_by_several(result, topology) for result in failed)
         if size == 1 or not is_summed:
             continue
         over = axis if is_whole else f"the {axis} ranks that hold it"
@@ -372,7 +360,7 @@ def _ratios_of_ranks(case: Failure) -> set[float]:
     ratios = set[float]()
     for rank in {piece.rank for piece in case.result.pieces}:
         own = [piece for piece in case.result.pieces if piece.rank == rank]
-        ratio = ratio_of(own, case.whole, case.tolerance)
+        ratio = symptoms.ratio_of(own, case.whole, case.tolerance)
         if not ratio:
             return set()
         ratios.add(round(ratio, 6))
@@ -434,7 +422,7 @@ def _number(case: Failure) -> str:
 def _grad_norm(case: Failure) -> str:
     if words := _number(case):
         return words
-    whole, shared = squares_of_copies(case.evidence)
+    whole, shared = symptoms.squares_of_copies(case.evidence)
     total = sum(float(gradient.double().square().sum()) for gradient in case.evidence.reference.gradients.values())
     ours = case.evidence.ranks[0].grad_norms[0]
     for extra, what in (
@@ -506,9 +494,9 @@ def _stored(stored: Tensor, final: Tensor, tp: int) -> str:
         if missing:
             return f"the shards of tp ranks {missing} are missing in the file"
         expected = final.tensor_split(tp, dim)
-        if tp > 1 and all(is_near(a, b, 1e-4) for a, b in zip(shards, expected[::-1], strict=True)):
+        if tp > 1 and all(symptoms.is_near(a, b, 1e-4) for a, b in zip(shards, expected[::-1], strict=True)):
             return "the shards are stored in reversed order"
-    if is_near(stored, final, 1e-4):
+    if symptoms.is_near(stored, final, 1e-4):
         return "what is stored is rounded: the file has a lower precision than the ranks"
     return "what is stored is not what the ranks hold"
 
@@ -518,10 +506,10 @@ def _fresh_adapter(case: Failure) -> str:
         return f"a fresh adapter is saved with other values or another configuration than it has: {case.result.note}"
     if not case.result.pieces:
         return f"a fresh adapter has other tensors than PEFT's, or of other shapes: {case.result.note}"
-    ratio = ratio_of(case.result.pieces, case.whole, case.tolerance)
+    ratio = symptoms.ratio_of(case.result.pieces, case.whole, case.tolerance)
     if case.tp > 1 and ratio is not None and abs(ratio / math.sqrt(case.tp) - 1) < case.tolerance:
         return "A's bound comes from the local fan-in: it is sqrt(tp) too large"
-    if any(error <= 1e-12 for error in rank_errors(case.result).values()):
+    if any(error <= 1e-12 for error in symptoms.rank_errors(case.result).values()):
         return "ranks drew different values: the generator's seed depends on the rank"
     return "the values are not those that seed and name determine"
 

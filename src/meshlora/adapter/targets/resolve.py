@@ -17,16 +17,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-from meshlora.adapter.targets.options import (
-    check_each_pattern,
-    check_patterns,
-    check_values,
-    is_open,
-    only_chooses,
-    rank_and_scaling,
-    shown,
-    suffixes,
-)
+from meshlora.adapter.targets import options
 from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
 from meshlora.feature import features
 from meshlora.plan.layout import Layout
@@ -130,7 +121,7 @@ def check_supported(config: LoraConfig) -> None:
             way_out = f"leave it at {usual!r}; supported: {', '.join(sorted(SUPPORTED))}"
             raise UnsupportedError(f"LoraConfig({option.name}={value!r})", "this option is not supported yet", way_out)
     check({option: getattr(config, option) for option in KINDS})
-    check_values(config)
+    options.check_values(config)
 
 
 def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: bool = True) -> dict[str, Target]:
@@ -146,7 +137,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     """
     check_supported(config)
     _check_task(config, plan)
-    check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
+    options.check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
     for feature in features():
         config = feature.with_names_of_model(config, plan)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
@@ -155,7 +146,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     # True or a match of a text; PEFT returns an object that is false for a name that it excludes.
     matched = [name for name in names if check_target_module_exists(config, name)]
     if strict:  # a file's keys decide
-        matched = [name for name in matched if is_open(plan, config, name)]
+        matched = [name for name in matched if options.is_open(plan, config, name)]
         _check_gradients(matched)
     for name in matched:
         _check_module(model, plan, config, name)
@@ -168,7 +159,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     matched += parameters
     check_pieces(config, matched, plan)
     if strict:
-        check_each_pattern(plan, config, matched)
+        options.check_each_pattern(plan, config, matched)
         _check_fan_in_fan_out(plan, config)
     if not matched:
         raise _no_match(config, plan)
@@ -214,7 +205,7 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
 def _check_gradients(matched: list[str]) -> None:
     """Refuse targets that would stay as they are; "all-linear" leaves them out."""
     for name in matched:
-        if only_chooses(name):
+        if options.only_chooses(name):
             rule = "an indexer only chooses what attention sees, by top-k: no gradient reaches it"
             leaf = name.rpartition(".indexer.")[2]
             way_out = f"name it in exclude_modules: [indexer.{leaf}]"
@@ -230,7 +221,7 @@ def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
     elif isinstance(given, str):
         way_out = f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
     else:
-        way_out = did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))
+        way_out = did_you_mean(next(iter(sorted(given or {""}))), options.suffixes(plan.linears))
     rule = "it matches no linear layer of the " + ("text part" if plan.text else "model")
     if config.layers_to_transform is not None:
         rule += " in the layers of layers_to_transform"
@@ -238,12 +229,12 @@ def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
         rule += " that exclude_modules leaves"
     if config.modules_to_save:
         rule += f" that modules_to_save={list(config.modules_to_save)} leaves"
-    return UserError(f"target_modules={shown(given)}", rule, way_out)
+    return UserError(f"target_modules={options.shown(given)}", rule, way_out)
 
 
 def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
     key = f"{name}.weight" if by_weight else name  # PEFT's name of it in rank_pattern and alpha_pattern
-    r, scaling = rank_and_scaling(config, key)
+    r, scaling = options.rank_and_scaling(config, key)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
@@ -287,8 +278,8 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
         # By the module, not `plan.head`, which is "" of a head that is no linear.
         heads = {name for name, module in model.named_modules() if module is output}
         names = plan.linears.keys() - heads - plan.routers
-        names = {name for name in names if not only_chooses(name)}
-        return {name for name in names if is_open(plan, config, name) and not plan.is_of_head(name)}
+        names = {name for name in names if not options.only_chooses(name)}
+        return {name for name in names if options.is_open(plan, config, name) and not plan.is_of_head(name)}
     if isinstance(given, str):
         return given
     if given is not None:

@@ -14,15 +14,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from meshlora.adapter.attach import (
-    Adapter,
-    adapter_factors,
-    draw_adapter,
-    gather_adapter,
-    local_part,
-    runtime,
-    set_adapters,
-)
+from meshlora.adapter import attach
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
 from meshlora.plan.pairs import check
@@ -50,7 +42,7 @@ def add_weighted_adapter(
         UserError: an adapter that is not there, a name that is, unequal numbers or ranks. UnsupportedError: parts that
             are no LoRA on linears or the embedding.
     """
-    if adapter_name in runtime(model).adapters:
+    if adapter_name in attach.runtime(model).adapters:
         raise UserError(f"adapter {adapter_name!r}", "the model has one of that name already", "choose another name")
     _fill(model, adapters, weights, adapter_name, combination_type, svd_rank)
 
@@ -67,15 +59,15 @@ def set_adapter(model: Any, adapter_name: str | Sequence[str] | None) -> None:
     if len({*names}) != len(names) or adapter_name == []:
         raise UserError(f"set_adapter({names})", "it is one name, or different ones", "give None for the base alone")
     if len(names) < 2:
-        set_adapters(model, names)
+        attach.set_adapters(model, names)
         return
     own, sums = "+".join(names), vars(model).setdefault("meshlora_sums", set())
-    if own in runtime(model).adapters and own not in sums:
+    if own in attach.runtime(model).adapters and own not in sums:
         raise UserError(f"set_adapter({names})", f"their sum would be {own!r}, the name of another", "rename that one")
     _fill(model, names, [1.0] * len(names), own, "cat", None)
     sums.add(own)
-    set_adapters(model, [own])
-    for factor in adapter_factors(model, own):
+    attach.set_adapters(model, [own])
+    for factor in attach.adapter_factors(model, own):
         factor.parameter.requires_grad_(False)  # its parts are trained, each by itself
 
 
@@ -105,10 +97,10 @@ def _fill(
     r = sum(ranks) if kind == "cat" else max(ranks)
     if kind == "svd" and svd_rank is not None:
         r = svd_rank
-    state = runtime(model)
+    state = attach.runtime(model)
     if name not in state.adapters:
-        draw_adapter(model, name, _plan(model, [part.plan for part in parts], r), seed=0)
-    factors = [gather_adapter(model, adapter) for adapter in adapters]  # whole, on every rank
+        attach.draw_adapter(model, name, _plan(model, [part.plan for part in parts], r), seed=0)
+    factors = [attach.gather_adapter(model, adapter) for adapter in adapters]  # whole, on every rank
     full = dict[str, Tensor]()
     for target in state.adapters[name].targets.values():
         found = list[_Part]()
@@ -116,13 +108,13 @@ def _fill(
             if (had := part.targets.get(target.name)) is not None:
                 found.append(_Part(own[had.name_of("A")], own[had.name_of("B")], had.scaling, float(weight)))
         full |= _factors(found, target, kind)
-    for factor in adapter_factors(model, name):
-        factor.parameter.copy_(local_part(full[factor.name], factor.rule, state.mesh))
+    for factor in attach.adapter_factors(model, name):
+        factor.parameter.copy_(attach.local_part(full[factor.name], factor.rule, state.mesh))
 
 
-def _parts(model: Any, adapters: Sequence[str], weights: Sequence[float]) -> list[Adapter]:
+def _parts(model: Any, adapters: Sequence[str], weights: Sequence[float]) -> list[attach.Adapter]:
     """The adapters of these names. Raises: UserError, UnsupportedError: as `add_weighted_adapter`."""
-    state, found = runtime(model), list[Adapter]()
+    state, found = attach.runtime(model), list[attach.Adapter]()
     if not adapters or len(adapters) != len(weights) or not all(map(math.isfinite, weights)):
         raise UserError(f"adapters {[*adapters]} with weights {[*weights]}", "each has one, a finite number")
     for name in adapters:
@@ -135,7 +127,7 @@ def _parts(model: Any, adapters: Sequence[str], weights: Sequence[float]) -> lis
 
 def _plan(model: Any, parts: Sequence[AdapterPlan], r: int) -> AdapterPlan:
     """The plan of an adapter of rank and alpha `r`, so of scale 1, on the targets of all `parts`."""
-    whole, names, given = runtime(model).whole, set[str](), set[str]()
+    whole, names, given = attach.runtime(model).whole, set[str](), set[str]()
     for part in parts:
         names.update(part.targets)
         given.update(part.stored.target_modules if isinstance(part.stored.target_modules, set | list) else part.targets)

@@ -14,15 +14,7 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
 from meshlora.layers.rounded import rounded
-from meshlora.wings.experts.products import (
-    Projection,
-    backward_rows,
-    bias_of_rows,
-    by_row,
-    finished,
-    forward_rows,
-    sum_rows,
-)
+from meshlora.wings.experts import products
 from meshlora.wings.experts.row_counts import RowCounts
 from meshlora_ground.float64 import is_lifted, lift
 
@@ -52,21 +44,21 @@ class GroupedMlpFunction(Function):
         places: Tensor,
         counts: RowCounts,
         gate: Callable[[Tensor], Tensor],
-        fc1: Projection,
-        fc2: Projection,
+        fc1: products.Projection,
+        fc2: products.Projection,
         *factors: Tensor | None,
     ) -> Tensor:
         ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]  # of their gradients
         factors = tuple(None if factor is None else rounded(factor, x.dtype) for factor in factors)
         a1, b1, a2, b2 = factors
-        up, zt1 = forward_rows(x, fc1, counts, a1, b1, index=index)
+        up, zt1 = products.forward_rows(x, fc1, counts, a1, b1, index=index)
         if fc1.bias is not None:
-            up += bias_of_rows(fc1.bias, counts, up.dtype)
-        row_weights = None if weights is None else by_row(weights, places)
+            up += products.bias_of_rows(fc1.bias, counts, up.dtype)
+        row_weights = None if weights is None else products.by_row(weights, places)
         h = _weighted(gate(up), row_weights)
-        y, zt2 = forward_rows(h, fc2, counts, a2, b2)
+        y, zt2 = products.forward_rows(h, fc2, counts, a2, b2)
         if fc2.bias is not None:
-            y += _weighted(bias_of_rows(fc2.bias, counts, y.dtype), row_weights)
+            y += _weighted(products.bias_of_rows(fc2.bias, counts, y.dtype), row_weights)
         needs_a1, needs_b1, needs_a2, needs_b2 = ctx.needs_input_grad[-4:]
         # h and the weights' gradient follow from fc1(x); the frozen matrices alone need nothing of the forward.
         needs_h = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or needs_a1 or needs_b1 or needs_a2
@@ -74,7 +66,7 @@ class GroupedMlpFunction(Function):
         ctx.save_for_backward(row_weights, index, places, *needed, *factors)
         ctx.gate, ctx.fc1, ctx.fc2, ctx.counts = gate, fc1, fc2, counts
         ctx.is_lifted = is_lifted()  # a backward may run after the block that lifts
-        return sum_rows(y, places)
+        return products.sum_rows(y, places)
 
     @staticmethod
     @once_differentiable
@@ -93,7 +85,7 @@ class GroupedMlpFunction(Function):
                 up = up.detach().requires_grad_(needs_up)
                 row_weights = None if row_weights is None else row_weights.detach().requires_grad_(needs_w)
                 h = _weighted(ctx.gate(up), row_weights)
-        dh, da2, db2 = backward_rows(
+        dh, da2, db2 = products.backward_rows(
             g, h.detach() if needs_a2 else None, zt2, ctx.fc2, ctx.counts, a2, b2, needs_dx=needs_up or needs_w
         )
         needed = [t for t in (up if needs_up else None, row_weights if needs_w else None) if t is not None]
@@ -102,14 +94,16 @@ class GroupedMlpFunction(Function):
         if needs_w:
             dw_rows = found.pop()
             if ctx.fc2.bias is not None:
-                dw_rows += (g * bias_of_rows(ctx.fc2.bias, ctx.counts, g.dtype)).sum(1).to(dw_rows.dtype)
+                dw_rows += (g * products.bias_of_rows(ctx.fc2.bias, ctx.counts, g.dtype)).sum(1).to(dw_rows.dtype)
             dw = dw_rows[places]  # from sorted rows back to the choices of each token
         del g
         if needs_up:
-            dx, da1, db1 = backward_rows(found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x)
-            dx = None if dx is None else sum_rows(dx, places)
+            dx, da1, db1 = products.backward_rows(
+                found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x
+            )
+            dx = None if dx is None else products.sum_rows(dx, places)
         scales = [ctx.fc1.scale] * 2 + [ctx.fc2.scale] * 2
-        return dx, dw, None, None, None, None, None, None, *finished([da1, db1, da2, db2], scales, ctx.dtypes)
+        return dx, dw, None, None, None, None, None, None, *products.finished([da1, db1, da2, db2], scales, ctx.dtypes)
 
 
 def _weighted(rows: Tensor, row_weights: Tensor | None) -> Tensor:
