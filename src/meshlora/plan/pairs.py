@@ -253,10 +253,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.ADAPTERS, {F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})(
         "several adapters are proved on twins, in float64, on CPUs", "give --family or --twin, and --device cpu"
     ),
-    _refused(F.EIGHT_BIT, {F.ROUNDED, F.ON_GPU})(
-        "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
-    ),
-    _refused(F.COMPUTE, {F.ROUNDED, F.ON_GPU})(
+    _refused({F.EIGHT_BIT, F.COMPUTE}, {F.ROUNDED, F.ON_GPU})(
         "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
     ),
     _refused(F.TEACHER, F.WHOLE_MODEL)("its teacher is another twin", "give --family, or --twin"),
@@ -317,19 +314,8 @@ AXES = frozenset(
     | {F.SHARDED, F.MESH}
 )
 BASES = frozenset(
-    {
-        F.EXPERTS,
-        F.COMPOSITE,
-        F.ENCODER,
-        F.TASK,
-        F.QUANTIZED,
-        F.OTHER_BITS,
-        F.COMPUTE,
-        F.FLOAT16,
-        F.FLOAT64,
-        F.OTHER_ATTENTION,
-    }
-    | {F.MODEL_DROPOUT}
+    {F.EXPERTS, F.COMPOSITE, F.ENCODER, F.TASK, F.QUANTIZED, F.OTHER_BITS, F.COMPUTE, F.FLOAT16, F.FLOAT64}
+    | {F.OTHER_ATTENTION, F.MODEL_DROPOUT}
 )
 METHODS = frozenset(
     {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_BIAS, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS}
