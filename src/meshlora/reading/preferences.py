@@ -48,41 +48,28 @@ def read_preferences(
     return tokenize(read_rows(source, PREFERENCES, reading), tokenizer, say=say, **options)
 
 
-def read_margins(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **given: Any) -> TokenizedDataset:
+def read_margins(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:
     """`read_preferences` of rows that may have a `margin`, a number: by how much the chosen answer is better.
 
     `targets` `[N, 1]` has that of both sequences of a pair, 0 where a row has none.
     """
-    options = dict(given)
-    columns, format, say = options.pop("columns", None), options.pop("format", "auto"), options.get("say")
-    bad, has_template = options.get("on_bad_row", ERROR), bool(tokenizer.chat_template)
-    reading = Reading(columns, format, say, bad, has_template=has_template)
-    rows = read_rows(source, _WITH_MARGINS, reading)
+    rows = read_rows(source, _WITH_MARGINS, Reading.taken_from(options, tokenizer))
     tokens = tokenize([pair for pair, _ in rows], tokenizer, **options)
     margins = np.array([margin for _, margin in rows], dtype=np.float32).repeat(2)
     return dataclasses.replace(tokens, targets=margins[tokens.sources].reshape(-1, 1))
 
 
-def read_feedback(
-    source: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
-    **options: Any,
-) -> TokenizedDataset:
+def read_feedback(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:
     """Sequence 2i is record i; 2i + 1 is its prompt with the completion of the nearest earlier record (cyclically)
     with another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
 
     A row has `prompt`, `completion` and `label`, true or false; the first two are text, or lists of messages.
-    `FEEDBACK` has the other shapes. `say` and `options` are those of `tokenize`; too_long drops both.
+    `FEEDBACK` has the other shapes. options: those of `read_preferences`; too_long drops both.
 
     Raises:
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.
     """
-    reading = Reading(columns, format, say, options.get("on_bad_row", ERROR))
-    rows = [row for of_one in read_rows(source, FEEDBACK, reading) for row in of_one]
+    rows = [row for of_one in read_rows(source, FEEDBACK, Reading.taken_from(options)) for row in of_one]
     if len({isinstance(row["completion"], list) for _, row in rows}) > 1:
         raise UserError(f"{rows[0][0]} and others", "messages in some records and text in others", "give them alike")
     others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
@@ -91,7 +78,7 @@ def read_feedback(
         own = record_of_answer(row, origin, name="completion")
         beside = {**row, "completion": rows[other][1]["completion"]}
         records.append((own, record_of_answer(beside, origin, name="completion")))
-    tokens = tokenize(records, tokenizer, say=say, **options)  # without examples that are left out: see `sources`
+    tokens = tokenize(records, tokenizer, **options)  # without examples that are left out: see `sources`
     is_desirable = np.repeat([row["label"] for _, row in rows], 2)[tokens.sources]
     signs = np.where(is_desirable, 1, -1).astype(np.float32)
     return dataclasses.replace(tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))})

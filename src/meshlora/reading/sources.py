@@ -62,6 +62,16 @@ class Reading:
     has_separator: bool = False
     has_template: bool = False
 
+    @staticmethod
+    def taken_from(options: dict[str, Any], tokenizer: Any = None) -> Reading:
+        """What the options of a reader say of rows: its own are taken out, the others are those of `tokenize`, too.
+
+        tokenizer: whose chat template counts.
+        """
+        own = {name: options.pop(name) for name in ("columns", "format") if name in options}
+        both = {name: options[name] for name in ("say", "on_bad_row") if name in options}
+        return Reading(**own, **both, has_template=tokenizer is not None and bool(tokenizer.chat_template))
+
 
 def read_records(
     source: PathLike | Sequence[PathLike] | datasets.Dataset,

@@ -7,15 +7,16 @@ Owns: the fields of recorded teachers; where a context stands in a record. Does 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshlora.reading.formats import Format
+from meshlora.reading.prompt_styles import record_formats
 from meshlora.reading.records import MalformedError, Record
 from meshlora.reading.rollouts import check_log_probs, check_tokens, tokens_of
-from meshlora.reading.sources import Reading, read_records, read_rows
+from meshlora.reading.sources import Reading, read_rows
 from meshlora.reading.tokenization import tokenize
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
@@ -33,9 +34,6 @@ def read_taught(
     tokenizer: PreTrainedTokenizerBase,
     *,
     vocab_size: int,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> TokenizedDataset:
     """One sequence per row, with columns `teacher_token_J` and `teacher_log_prob_J`, float32 `[N]`, of the J-th
@@ -48,8 +46,8 @@ def read_taught(
         UserError: malformed rows, the first five with file and line; as `read_rows` and `tokenize`.
     """
     known = [Format("taught", ("input_ids", "is_trained", *FIELDS), lambda row, origin: _row(row, origin, vocab_size))]
-    rows = read_rows(source, known, Reading(columns, format, say))
-    found = tokenize([record for record, _ in rows], tokenizer, vocab_size=vocab_size, say=say, **options)
+    rows = read_rows(source, known, Reading.taken_from(options))
+    found = tokenize([record for record, _ in rows], tokenizer, vocab_size=vocab_size, **options)
     assert found.sources is not None
     every = list[_Likeliest]()
     for number, sequence in zip(found.sources.tolist(), found, strict=True):  # which may be cut
@@ -102,25 +100,18 @@ def _of_tokens(row: Mapping[str, Any], name: str, is_trained: np.ndarray) -> lis
 
 
 def read_in_context(
-    source: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    context: str,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
-    **options: Any,
+    source: str | list[str], tokenizer: PreTrainedTokenizerBase, *, context: str, **options: Any
 ) -> TokenizedDataset:
     """Sequence 2i is record i as the student sees it; 2i + 1 as its teacher does, with `context` before it.
 
     Of a conversation it is the turn of the system, before what that says already; of a prompt the first paragraph.
 
     Raises:
-        UserError: plain texts; trained tokens that differ between the two; as `read_records` and `tokenize`.
+        UserError: plain texts; trained tokens that differ between the two; as `read_rows` and `tokenize`.
     """
-    bad, has_template = options.get("on_bad_row", "error"), bool(tokenizer.chat_template)
-    records = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad, has_template=has_template)
-    found = tokenize([(one, with_context(one, context)) for one in records], tokenizer, say=say, **options)
+    reading = dataclasses.replace(Reading.taken_from(options, tokenizer), has_separator=True)
+    records = read_rows(source, record_formats(None), reading)
+    found = tokenize([(one, with_context(one, context)) for one in records], tokenizer, **options)
     for example in range(found.num_examples):
         own, seen = (found[2 * example + row] for row in (0, 1))
         if own.input_ids[1:][own.is_trained[1:]].tolist() != seen.input_ids[1:][seen.is_trained[1:]].tolist():
