@@ -15,8 +15,8 @@ from typing import Any
 import yaml
 
 from meshlora.run.config.foreign.fact import Fact, Trainer
-from meshlora.run.config.foreign.templates import TEMPLATES
 from meshlora.run.config.foreign.trainers import INHERITED, OTHERS, TRAINERS
+from meshlora_extra.importing.sources import TEMPLATES
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "coming-from.md"
 _HEAD = """# Coming from another trainer

@@ -26,8 +26,7 @@ from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.distillation import distill
 from meshlora_judge.formulas.pairs import dpo
 from meshlora_judge.formulas.policies import policy
-from meshlora_judge.formulas.preferences import kto, orpo, simpo
-from meshlora_judge.formulas.rewards import reward
+from meshlora_judge.formulas.preferences import kto, orpo, reward, simpo
 
 
 def losses(

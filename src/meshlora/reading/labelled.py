@@ -1,8 +1,9 @@
-"""Texts with what is to be said of them: labels of a text, labels of its words, texts that mean the same.
+"""Texts with what is to be said of them: labels of a text, of its words, texts that mean the same, completions.
 
 Owns: the fields of such records and their values. Texts are tokenised as their tokenizer does it by default, with its
 special tokens, since no text is generated after them. Does not own: labels (`meshlora_ground.objective` has their
-names), losses (`run.objectives`). Of each reader, `reading` are options of `Reading`.
+names), losses (`run.objectives`), what a decoder begins with (`meshlora_ground.encoded`). Of each reader, `reading` are
+options of `Reading`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from meshlora.reading.formats import Format
 from meshlora.reading.records import MalformedError, Problems, filled_text, is_number, json_type, quoted
 from meshlora.reading.sources import Reading, read_rows
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.encoded import prompts, with_start
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.further_inputs import TOKEN_TYPES, KnownInputs
 
@@ -235,3 +237,37 @@ def encoded(
             raise UserError(f"{origin}: token {own.max()}", rule, "is it the tokenizer of another model?")
     problems.raise_if_any()
     return [own.astype(np.int32) for own in ids], beside  # checked as int64: a larger id would have become a small one
+
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+
+def read_prompted(
+    source: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    model: PretrainedConfig,
+    max_length: int,
+    vocab_size: int,
+    **reading: Any,
+) -> TokenizedDataset:
+    """One sequence per row, what the decoder reads; the prompts are further inputs. max_length: of either.
+
+    Raises:
+        UserError: malformed rows, the first five with file and line; as `read_rows`.
+    """
+
+    def checked(row: dict[str, Any], origin: str) -> tuple[str, str, str]:
+        return origin, filled_text(row["prompt"], "prompt"), filled_text(row["completion"], "completion")
+
+    rows = read_rows(source, [Format("prompted", ("prompt", "completion"), checked)], Reading(**reading))
+    origins, asked, answers = zip(*rows, strict=True)
+    read, _ = encoded([asked], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    limit = max_length - 1  # behind the start token
+    written, _ = encoded([answers], tokenizer, origins, max_length=limit, vocab_size=vocab_size, is_target=True)
+    ids = [with_start(model, own) for own in written]
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    is_trained = np.ones(int(offsets[-1]), dtype=bool)
+    is_trained[offsets[:-1]] = False  # nothing predicts a start
+    return TokenizedDataset(np.concatenate(ids), is_trained, offsets, further=prompts(read))

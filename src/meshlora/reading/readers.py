@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from meshlora.reading.bad_rows import ERROR
-from meshlora.reading.labelled import read_labelled, read_labelled_words, read_similar
+from meshlora.reading.labelled import read_labelled, read_labelled_words, read_prompted, read_similar
 from meshlora.reading.nlg import of_categories, parted
 from meshlora.reading.preferences import read_feedback, read_margins, read_preferences
-from meshlora.reading.prompted import read_prompted
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.streamed import read_streamed

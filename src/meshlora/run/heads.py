@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.run.formulas.rewards import reward
+from meshlora.run.formulas.preferences import reward
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset

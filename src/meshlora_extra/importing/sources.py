@@ -9,10 +9,13 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from meshlora.run.config.foreign.templates import TEMPLATES
+from meshlora.reading import named_templates
 from meshlora_extra.importing.draft import Draft
 from meshlora_ground.objectives.preferences import PairLoss
 
+# Their name of a chat template, in small letters -> ours; another name means the tokenizer's own, or none here.
+TEMPLATES = {name: name for name in named_templates.TEMPLATES} | dict(named_templates.ELSEWHERE)
+del TEMPLATES["alpaca"]  # with others a style of plain prompts, which is data.prompt here
 # `train[:1%]`, `train[95%:]`: a split and a slice of its rows, as `datasets` writes them.
 _SLICE = re.compile(r"(?P<split>[\w.-]+)\[(?P<rows>\d*%?:\d*%?)\]")
 

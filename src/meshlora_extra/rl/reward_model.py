@@ -1,7 +1,7 @@
 """A reward model: a classification model of transformers with one output, or an adapter that makes a base one.
 
-Owns: loading it, and its output for prompt and completion. Does not own: training one (`run.formulas.rewards`), weights
-of rewards (`rl.rewards`).
+Owns: loading it, and its output for prompt and completion. Does not own: training one (`run.formulas.preferences`),
+weights of rewards (`rl.rewards`).
 """
 
 from __future__ import annotations

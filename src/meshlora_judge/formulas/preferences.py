@@ -1,4 +1,4 @@
-"""The judge's losses of preferences."""
+"""The judge's losses of preferences, and of a reward model, pair by pair."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from meshlora_ground.objectives.preferences import Kto, Orpo, Simpo
+from meshlora_ground.objectives.rewards import Reward
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.labels import of_rows
 
@@ -48,3 +49,14 @@ def kto(
         else:
             records.append(objective.undesirable_weight * (1 - torch.sigmoid(objective.beta * (point - reward))))
     return torch.stack(records)
+
+
+def reward(objective: Reward, outputs: Tensor, batch: MicroBatch) -> Tensor:
+    """log (1 + e^(worse + margin - better)) + center (better + worse)^2. outputs: `[2N, 1]`."""
+    assert batch.targets is not None
+    pairs = []
+    for row in range(0, len(outputs), 2):
+        better, worse = outputs[row, 0], outputs[row + 1, 0]
+        odds = torch.exp(worse + batch.targets[row, 0] - better)
+        pairs.append(torch.log1p(odds) + objective.center * (better + worse) ** 2)
+    return torch.stack(pairs)

@@ -1,4 +1,4 @@
-"""Losses of preferences: pairs of answers, and single answers that were liked or not.
+"""Losses of preferences: pairs of answers, single answers that were liked or not, and scores of a reward model.
 
 Legend: pi the model with its adapter, ref the frozen policy beside it; t trained tokens, y a whole completion.
 """
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from meshlora.run.formulas import pairs
 from meshlora.run.formulas.seen import Seen, Sums
+from meshlora.train.batch import Batch
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
+from meshlora_ground.objectives.rewards import Reward
 
 
 def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
@@ -93,3 +95,24 @@ def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
     weight = torch.full_like(sign, objective.undesirable_weight).masked_fill(sign > 0, objective.desirable_weight)
     loss = weight * torch.sigmoid(-objective.beta * sign * gain)  # 1 - sigmoid(x) is sigmoid(-x)
     return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": point.expand_as(sign)}
+
+
+def reward(objective: Reward, outputs: Tensor, batch: Batch, _: None) -> tuple[Tensor, Sums]:
+    """Of each pair (Bradley and Terry, 1952; margins: Touvron et al., 2023, section 3.2.2; the square: Eisenstein et
+    al., 2023).
+
+    loss = -log sigmoid(r(y+) - r(y-) - margin) + center (r(y+) + r(y-))^2. outputs: `[2N, 1]`, in turns y+ and y-.
+    """
+    assert batch.targets is not None
+    number = len(outputs) // 2  # 0 of a batch that stands in for none, whose one row has no other
+    better, worse = outputs[: 2 * number, 0].view(number, 2).unbind(1)
+    lead, margin = better - worse, margins(batch)[:number]
+    losses = -F.logsigmoid(lead - margin.to(lead.dtype)) + objective.center * (better + worse).square()
+    values = {"accuracy": (lead > 0).to(lead.dtype), "margin": lead, "score": (better + worse) / 2}
+    return losses, values
+
+
+def margins(batch: Batch) -> Tensor:
+    """By how much the better answer of each pair is to lead, `[N]`: both of its rows say it."""
+    assert batch.targets is not None
+    return batch.targets[0::2, 0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from meshlora.adapter.attach import disable_adapter
 from meshlora.layers import head_loss
 from meshlora.run import objectives, ordered_pairs, trainer
-from meshlora.run.formulas import pairs, preferences, rewards
+from meshlora.run.formulas import pairs, preferences
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
@@ -264,13 +264,13 @@ def kto_beta_at_default(original: Any, objective: Kto, seen: Any) -> Any:
     return original(replace(objective, beta=0.1), seen)
 
 
-@after(rewards, "margins", needs={Feature.REWARD})
+@after(preferences, "margins", needs={Feature.REWARD})
 def reward_margin_added(found: Tensor, *_: Any) -> Tensor:
     """the better answer is to lead by its margin"""
     return -found
 
 
-@after(rewards, "margins", needs={Feature.REWARD})
+@after(preferences, "margins", needs={Feature.REWARD})
 def reward_margin_of_next_pair(found: Tensor, *_: Any) -> Tensor:
     """each pair has its own margin"""
     return found.roll(1)
