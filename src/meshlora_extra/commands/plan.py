@@ -102,24 +102,14 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora_extra.planner import show
     from meshlora_extra.planner.choose import choose
     from meshlora_extra.planner.hardware import hardware_named
-    from meshlora_extra.planner.problem import Problem, read_config
+    from meshlora_extra.planner.problem import read_config
     from meshlora_ground.console import Console
     from meshlora_ground.files import write_text_atomically
     from meshlora_ground.topology import Topology
 
     gpu = hardware_named(options.gpu, options.hardware)
     config = read_config(options.model, trust_remote_code=options.trust_remote_code)
-    problem = Problem(
-        read_blueprint(options, "", config=config),
-        _lora(options.lora),
-        gpus=options.gpus,
-        gpu=gpu,
-        seq=options.seq,
-        global_batch=options.gpus if options.global_batch is None else options.global_batch,
-        micro_batch=options.micro_batch,
-        recompute=_recompute(options.recompute),
-        optimizer=options.optimizer,
-    )
+    problem = _problem(options, config, gpu, num_gpus=options.gpus, usual_batch=options.gpus)
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
     choice = choose(problem, topologies)  # none given: all
     best = choice.ranked[0]
@@ -148,10 +138,34 @@ def _choose(options: argparse.Namespace) -> None:
     if options.json:
         write_text_atomically(Path(options.json), json.dumps(found, indent=1) + "\n")
     if options.out:
-        name = _shown_model(Path(options.model))
-        text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
-        write_text_atomically(Path(options.out), text)
-        console.say(f"written: {options.out}")
+        _write_run_file(options, problem, best, console)
+
+
+def _problem(options: argparse.Namespace, config: Any, gpu: Any, *, num_gpus: int, usual_batch: int) -> Any:
+    """The `Problem` of what is asked. usual_batch: sequences of a step where their number is not said."""
+    from meshlora_extra.planner.problem import Problem
+
+    return Problem(
+        read_blueprint(options, "", config=config),
+        _lora(options.lora),
+        gpus=num_gpus,
+        gpu=gpu,
+        seq=options.seq,
+        global_batch=usual_batch if options.global_batch is None else options.global_batch,
+        micro_batch=options.micro_batch,
+        recompute=_recompute(options.recompute),
+        optimizer=options.optimizer,
+    )
+
+
+def _write_run_file(options: argparse.Namespace, problem: Any, prediction: Any, console: Any) -> None:
+    from meshlora_extra.planner import show
+    from meshlora_ground.files import write_text_atomically
+
+    model, output = _shown_model(Path(options.model)), f"runs/{Path(options.out).stem}"
+    text = show.run_file(problem, prediction, model=model, data=options.data, output=output)
+    write_text_atomically(Path(options.out), text)
+    console.say(f"written: {options.out}")
 
 
 def _check_asked(options: argparse.Namespace) -> None:
@@ -211,10 +225,7 @@ def _fit_on_one(options: argparse.Namespace) -> None:
         + " ".join(f"--set {each}" for each in (*best.way.settings(), f"train.batch_size={batch}"))
     )
     if options.out:
-        model, output = _shown_model(Path(options.model)), f"runs/{Path(options.out).stem}"
-        text = show.run_file(best.problem, best.prediction, model=model, data=options.data, output=output)
-        write_text_atomically(Path(options.out), text)
-        console.say(f"written: {options.out}")
+        _write_run_file(options, best.problem, best.prediction, console)
 
 
 def _row_on_one(options: argparse.Namespace, config: Any) -> int:
@@ -230,21 +241,10 @@ def _row_on_one(options: argparse.Namespace, config: Any) -> int:
 def _on_one(options: argparse.Namespace, config: Any, gpu: Any) -> Any:
     """A function: way -> its `Problem` on one `gpu`."""
     from meshlora_extra.planner.one_gpu import BATCH
-    from meshlora_extra.planner.problem import Problem
 
-    def problem_of(way: Any) -> Problem:
-        asked = argparse.Namespace(**{**vars(options), "dtype": way.dtype, "quantization": way.quantization})
-        return Problem(
-            read_blueprint(asked, "", config=config),
-            _lora(options.lora),
-            gpus=1,
-            gpu=gpu,
-            seq=way.seq,
-            global_batch=BATCH if options.global_batch is None else options.global_batch,
-            micro_batch=way.micro_batch,
-            recompute=way.recompute,
-            optimizer=options.optimizer,
-        )
+    def problem_of(way: Any) -> Any:
+        asked = argparse.Namespace(**{**vars(options), **vars(way)})  # which has options of the plan
+        return _problem(asked, config, gpu, num_gpus=1, usual_batch=BATCH)
 
     return problem_of
 
