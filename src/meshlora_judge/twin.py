@@ -157,9 +157,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "mellum": _THREE_LAYERS,
     "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
-    "muse_spark": {
-        "audio_config": {"patch_sizes": [16, 6], "hidden_sizes": [64, 64], "depths": [1, 1], "num_hidden_layers": 2}
-    },
+    "muse_spark": {"text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "minimax_m3_vl_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
     | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen2_moe": {"mlp_only_layers": [0]},
@@ -334,6 +332,8 @@ def _shrunk(
         data["adaptor_config"]["intermediate_size"] = sizes["hidden"] // 4
     if {"n_layers", "temporal_patch_size"} <= data.keys():  # inkling: with fewer it needs scipy to place them
         data["n_layers"] = 8
+    if {"patch_sizes", "depths"} <= data.keys():  # muse_spark's sounds: an entry for each of two layers
+        data |= {"patch_sizes": [16, 6], "hidden_sizes": [sizes["hidden"]] * 2, "depths": [1, 1]}
     if "projector_input_dim" in data:  # llama4: of patches put together
         data["intermediate_size"] = round(data["hidden_size"] / data["pixel_shuffle_ratio"] ** 2)
     return data

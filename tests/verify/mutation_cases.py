@@ -924,6 +924,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "context_tokens_of_balance_divided": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
         },
     ),
+    "a norm of what experts give": (
+        {"family": "muse_spark", "topologies": ("tp=2,sp,etp=2",)},
+        {"expert_norm_of_each_term": ("forward", "model.language_model.layers.1.mlp.experts", "")},
+    ),
     "keys from a cache, and those of an indexer": (
         {"family": "deepseek_v32", "topologies": ("cp=2",)},
         {

@@ -313,6 +313,8 @@ class Feature(enum.StrEnum):
     ROUTING_LAST = "routing_last", _model(lambda m: any(not rule.weights_first for rule in m.plan.experts.values()))
     ZERO_EXPERTS = "zero_experts", _model(lambda m: any(e.first.num_zero for e in m.plan.experts.values()))
     GATED_EXPERTS = "gated_experts", _model(lambda m: any(e.first.fused is not None for e in m.plan.experts.values()))
+    # On what each gives, before its routing weight.
+    EXPERT_NORM = "expert_norm", _model(lambda m: m.plan.experts and hasattr(m.text, "post_norm_eps"))
     EXPERT_BIAS = "expert_bias", _model(lambda m: any(rule.has_bias for rule in m.plan.projections.values()))
 
     # --- the adapter

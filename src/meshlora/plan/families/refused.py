@@ -43,8 +43,6 @@ _REFUSED_SPLIT = {
         "transformers takes the names of its own layers for older ones, and renames those of an adapter",
     ),
     "molmo2": "transformers' forward asks for mm_token_type_ids in training, which text alone does not have",
-    "muse_glimmer": "its embedding is a module with a norm inside",
-    "muse_spark": "gates of its residual stream read it beside what a block gives, past the cut of sp",
     "xmod": "its layers choose rows of the stream by their language, in whole texts",
     "zaya": "its routers read those of the layer before, past the cut of sp",
     "zamba": "its layers share weights that are stored once",

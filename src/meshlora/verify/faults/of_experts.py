@@ -44,6 +44,12 @@ def experts_second_b_not_summed_over_etp(found: list[GradPart], factor: Factor, 
     return [without_axis(part, "etp") for part in found]
 
 
+@after(ParallelExperts, "_run", needs={Feature.EXPERT_NORM, Feature.ETP})
+def expert_norm_of_each_term(found: Tensor, self: Any, *_: Any) -> Tensor:
+    """an expert's output is normed once its terms of all etp ranks are summed"""
+    return self.post_expert_norm(found)
+
+
 @after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.EDP})
 def experts_not_summed_over_edp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """the gradient of an expert's factor is a sum over the ranks that hold the same part of it"""

@@ -98,7 +98,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
     is_tried = set(flags.values()) == {None} and _is_usual(module)
     if is_tried:
         flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-    if None in flags.values() or getattr(module, "has_post_expert_norm", False):
+    has_norm = isinstance(getattr(module, "post_expert_norm", None), nn.Module)
+    if None in flags.values() or getattr(module, "has_post_expert_norm", False) != has_norm:
         return None
     first_name, of_inputs = "up_proj", 2
     if flags["has_gate"]:
@@ -114,6 +115,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule | None:
     known = {first_name, "down_proj"}
     if flags["has_bias"]:
         known |= {f"{first_name}_bias", "down_proj_bias"}
+    if has_norm:
+        known.add("post_expert_norm.weight")
     if dict(module.named_parameters()).keys() - known:
         return None
     pieces, fused = Layout.plain(inner), None

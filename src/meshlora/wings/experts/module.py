@@ -206,7 +206,8 @@ class ParallelExperts(CutsTokens):
     ) -> Tensor:
         slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
         is_home, weights_first = self.mesh.over({EP, ETP}).size == 1, self.rule.weights_first
-        if is_home and not weights_first:
+        norm = getattr(self, "post_expert_norm", None)
+        if is_home and not weights_first and norm is None:
             return self._run(tokens, weights, slots.places, slots.counts, adapters)
         rows = slots.rows(tokens)
         if weights_first:  # they are in front of the gate, which is not linear
@@ -218,6 +219,8 @@ class ParallelExperts(CutsTokens):
             journey = Journey(slots, self.mesh)
             counts = RowCounts.known(journey.counts, rows.device)
             rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, counts, adapters))
+        if norm is not None:  # of muse_spark: after the sum over etp, as it needs all of an expert's output
+            rows = norm(rows)
         if weights_first:
             return slots.places.collect(rows)
         return slots.weighted_sum(rows, weights)

@@ -221,6 +221,13 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         sliced={"attn": {"position_bias": 0}},
         passes={"ffn": ("residual",)},
     ),
+    "muse_spark_text": FamilyPlan(
+        {**_GATED_ATTENTION, **_DENSE},
+        token_wise=(
+            *("post_attention_residual_gate", "post_feedforward_residual_gate"),
+            *("mlp.pre_expert_proj", "mlp.post_expert_proj"),
+        ),
+    ),
     "nemotron": FamilyPlan({**_ATTENTION, "mlp.up_proj": COLUMN, "mlp.down_proj": ROW}),
     "nemotron_h": FamilyPlan(
         {
