@@ -30,7 +30,7 @@ _NEEDS = (
     (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once",
      "a split of that form of layer"),
     (r"reads weights of layers, or of the embedding|device of its tower|last norm runs|share an activation|"
-     "states of earlier blocks", "what other stages hold sent to this one, with its gradient"),
+     "run three times, and stages once", "what other stages hold sent to this one, with its gradient"),
     (r"styles that are not supported", "the style of transformers' plan read in plan/families/styles.py"),
     (r"experts do not have the form", "its form in wings/experts/forms.py"),
     (r"experts stand beside", "the router and its experts planned in the layer itself"),

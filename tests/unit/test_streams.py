@@ -17,6 +17,7 @@ from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.plan.derive import plan_model
 from meshlora.plan.layout import Split
+from meshlora.wings.mixers.block_states import keep_block_states
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
@@ -148,3 +149,33 @@ def test_files_of_deepseeks_names_are_read_and_layers_that_predict_further_token
     assert "2 of multi-token prediction, first mtp" in extra_weights(model, source)
     for name, value in expected.items():
         assert torch.equal(source.read(name), value), name
+
+
+def test_a_block_begins_for_its_layer_and_not_for_the_loop_around_it() -> None:
+    """A layer that is computed again in a backward, between no hooks, begins its block again."""
+    model = _model("inkling2_text")
+    keep_block_states(model)
+    first = model.model.layers[0]
+    assert first.is_block_boundary
+    model.block_states.is_in_loop, model.block_states.kept[2] = True, torch.zeros(1, 2, 2, 4)
+    assert not first.is_block_boundary
+    model.block_states._mix(None, (torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 4)))
+    assert first.is_block_boundary
+
+
+def test_another_stage_hands_on_the_states_that_its_next_layer_reads() -> None:
+    """Of four layers in blocks of two, the last reads the streams before the first and the third."""
+    model = _model("inkling2_text")
+    keep_block_states(model)
+    states = model.block_states
+    assert states.before == [0, 1, 1, 2, 2]
+    both = torch.randn(1, 3, 2, 4)
+    states.kept[2] = both
+    sent = states.given(3)
+    assert sent.shape == (1, 3, 8)
+    states.kept.clear()
+    states.take(3, sent)
+    assert torch.equal(states.kept[2], both)
+    states.is_running = lambda layer: layer < 3
+    stream = torch.randn(1, 3, 4)
+    assert torch.equal(states._mix(None, (sent, stream))[0][0], stream)  # of the last stage alone

@@ -957,6 +957,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "block_states_of_other_tokens": ("forward", "model.layers.1.attention_input.norm", ""),
         },
     ),
+    "states of earlier blocks, from another stage": (
+        {"family": "inkling2_text", "topologies": ("pp=2,interleave=2",)},
+        {
+            "sent_block_states_without_gradient": ("backward", "model.layers.1", ""),
+            "sent_block_states_of_other_tokens": ("forward", "model.layers.1.attention_input.norm", ""),
+        },
+    ),
     "a bias of keys, and a head with padding": (
         {"family": "inkling_text", "topologies": ("cp=2",)},
         {"context_bias_of_the_first_queries": SEEN, "padding_of_the_head_counted": ("loss", "loss of step 1", "")},

@@ -210,6 +210,7 @@ class ModelPlan:
             few bits for memory alone.
         task: of the model, as PEFT names it. readers: linears known to read their block's input.
         stages: (first layer, layer after the last) of each stage of a pipeline; empty without one.
+        states_every: every so many layers the stream is put aside, for later layers to read; 0: never, or no stages.
         pp_rank: the rank whose part of the model the plan is about; None: all of it.
     """
 
@@ -240,6 +241,7 @@ class ModelPlan:
     task: str = CAUSAL
     readers: frozenset[str] = frozenset()
     stages: tuple[tuple[int, int], ...] = ()
+    states_every: int = 0
     pp_rank: int | None = None
 
     def stage_of(self, name: str) -> int:

@@ -159,7 +159,8 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, i
                     width += ranks.get(rider, 0)
         width *= sizes.dtype.itemsize
         # An attention whose taps come from tokens has streams of keys and of values beside that of queries (inkling2).
-        for _ in range(3 if f"{region.name}.k_sconv.static_weight" in plan.parameters else 1):
+        taps = {f"{region.name}.{name}.static_weight" for name in ("k_sconv", "k_proj.sconv")}
+        for _ in range(3 if taps & plan.parameters.keys() else 1):
             if topology.sp:
                 yield region.name, Message("forward", "allgather", FEATURES, own * width)
                 if is_reached and region.is_split:
@@ -271,8 +272,8 @@ def _of_second_inputs(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
 
 
 def _of_stages(plan: ModelPlan, tokens: int, sizes: Sizes) -> Named:
-    """The residual stream from the stage before and to the next one, and its gradients' way back; beside it the second
-    inputs of all layers from there on. tokens: that a rank has between layers.
+    """The residual stream from the stage before and to the next one, and its gradients' way back; beside it the states
+    of blocks before, and the second inputs of all layers from there on. tokens: that a rank has between layers.
     """
     second = plan.per_layer[1] * sizes.dtype.itemsize
     for stage in plan.own_stages if plan.stages else ():
@@ -280,7 +281,8 @@ def _of_stages(plan: ModelPlan, tokens: int, sizes: Sizes) -> Named:
         end = plan.stages[-1][1]  # a planner's plan has fewer layers, one of each kind
         for kind, back, layer in (("receive", "send", first), ("send", "receive", stop)):
             if 0 < layer < end:
-                num_bytes = tokens * (sizes.token_bytes + second * (end - layer))
+                streams = 1 + (-(-layer // plan.states_every) if plan.states_every else 0)
+                num_bytes = tokens * (streams * sizes.token_bytes + second * (end - layer))
                 yield "", Message("forward", kind, LAYERS, num_bytes)
                 yield "", Message("backward", back, LAYERS, num_bytes)
 

@@ -53,10 +53,7 @@ _REFUSED_SPLIT = {
 }
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
-    **dict.fromkeys(
-        ("inkling2", "inkling2_loop", "inkling2_text"),
-        "its layers read states of earlier blocks, which stages do not send",
-    ),
+    "inkling2_loop": "some of its layers run three times, and stages once",
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "qwen2_audio": "its code asks for the device of its tower, which other stages do not have",

@@ -13,6 +13,7 @@ from meshlora.verify.faults.fault import after, around
 from meshlora.verify.faults.of_shards import next_rank
 from meshlora.verify.features import Feature
 from meshlora.wings.mixers import block_states
+from meshlora.wings.mixers.block_states import BlockStates
 
 
 @after(TokenCut, "whole", needs={Feature.SP, Feature.STREAMS})
@@ -31,6 +32,19 @@ def block_states_without_gradient(original: Any, states: Tensor, stream: Tensor)
 def block_states_of_other_tokens(original: Any, states: Tensor, stream: Tensor) -> Any:
     """a layer reads of each token what that token's stream was"""
     return original(states, stream.flip(1))
+
+
+# The first state is what the first layer takes, without a gradient: of a twin, two stages hand on no other.
+@after(BlockStates, "given", needs={Feature.BLOCK_STATES, Feature.INTERLEAVE})
+def sent_block_states_without_gradient(found: Tensor, *_: Any) -> Tensor:
+    """states of earlier blocks have the gradients of later stages"""
+    return found.detach()
+
+
+@after(BlockStates, "given", needs={Feature.BLOCK_STATES, Feature.PP})
+def sent_block_states_of_other_tokens(found: Tensor, *_: Any) -> Tensor:
+    """a stage hands on of each token what its stream was"""
+    return found.flip(1)
 
 
 @around(TokenCut, "cut", needs={Feature.SP, Feature.HASH_ROUTER})

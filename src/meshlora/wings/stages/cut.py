@@ -38,7 +38,9 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     costs = tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers))
     first, last = featured_layers(model.config), first_sharing_layer(model.config)
     after = layer_cost(model, plan, plan.head)
-    found = replace(plan, stages=cut_layers(costs, number, after=after, first=first, last=last))
+    states_every = getattr(model.config.get_text_config(), "n_layers_per_attn_res_block", 0)
+    stages = cut_layers(costs, number, after=after, first=first, last=last)
+    found = replace(plan, stages=stages, states_every=states_every)
     check_shared(model, found)
     return with_choices(model.config, found)
 

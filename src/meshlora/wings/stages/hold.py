@@ -13,7 +13,8 @@ Towers and projectors of a composite are of the first stage: what they make is i
 Others are given what positions and masks are made of (grids, token types), without pixels, and so run no tower.
 
 Where each layer has a second input, made of what the first stage embeds, those of all later layers go beside the
-stream: a stage passes on what it does not use, and their gradients come back the same way.
+stream: a stage passes on what it does not use, and their gradients come back the same way. So do the states of earlier
+blocks that later layers read.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import SECOND_INPUTS
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.mixers.block_states import BlockStates
 from meshlora.wings.stages.cut import beside_text
 
 
@@ -52,8 +54,10 @@ class HeldStages(Pipeline):
         self.mesh, self.plan = mesh, plan
         self.stage, self._is_chosen, self._is_alone = plan.own_stages[-1], False, False
         self._shape: tuple[int, ...] = ()
-        self._sending: list[Tensor] = []  # the stream, and the second inputs of the layers after the running stage
+        # The stream, states of earlier blocks, and the second inputs of the layers after the running stage.
+        self._sending: list[Tensor] = []
         self._second: dict[int, Tensor] = {}  # layer -> its second input, as the stage before has sent it
+        self._states: BlockStates | None = None
         for channel in mesh.channels.in_order:
             open_channel(channel)
 
@@ -115,22 +119,30 @@ class HeldStages(Pipeline):
         has_second = bool(plan.per_layer[0])
         if layer == first - 1:
             like = self.enter(x)
-            if not has_second:
+            sizes = [width := like.shape[-1]]
+            if self._states is not None:
+                sizes.append(width * self._states.before[first])
+            if has_second:
+                sizes += [plan.per_layer[1]] * (plan.num_layers - first)
+            if len(sizes) == 1:
                 return take_over(like, channels.from_before, channels.to_before)
-            sizes = [like.shape[-1], *[plan.per_layer[1]] * (plan.num_layers - first)]
             like = like.new_empty(*like.shape[:-1], sum(sizes))
             x, *others = take_over(like, channels.from_before, channels.to_before).split(sizes, -1)
+            if self._states is not None:
+                self._states.take(first, others.pop(0))
             self._second = dict(enumerate(others, first))
             return x.contiguous()
         if layer < stop:
             return x
         if layer == stop:
             self._sending = [x]
+            if self._states is not None:
+                self._sending.append(self._states.given(stop))
             x = x.new_zeros(*self._shape, x.shape[-1])  # of what follows nothing is used
         if has_second:
             self._sending.append(self._second_of(layer, second))
         if layer == (plan.num_layers - 1 if has_second else stop):
-            sent = torch.cat(self._sending, -1) if has_second else self._sending[0]
+            sent = torch.cat(self._sending, -1) if len(self._sending) > 1 else self._sending[0]
             self._sending = []
             self.sent = hand_on(sent, channels.to_next, channels.from_next)
         return x
@@ -184,13 +196,18 @@ class HeldStages(Pipeline):
             return
         if not self.is_last:
             signal = self.signal() if torch.is_grad_enabled() else logits.new_zeros(())
-            vocab = model.get_output_embeddings().out_features
+            # Inkling leaves out rows of its head that are padding.
+            vocab = getattr(model.config.get_text_config(), "unpadded_vocab_size", None)
+            vocab = vocab or model.get_output_embeddings().out_features
             logits = signal.to(logits.dtype).expand(*logits.shape[:-1], vocab)
         output.logits = self.whole(logits, logits.dtype)
 
     def take_turns(self, model: Any) -> None:
         """As in `Pipeline`."""
         plan = self.plan
+        if isinstance(states := getattr(model, "block_states", None), BlockStates):
+            self._states = states
+            states.is_running = lambda layer: self.runs(f"{plan.layers}.{layer}")
         if plan.per_layer[0]:
             self._give_second_inputs(model.get_submodule(plan.layers))
         if len(plan.own_stages) == 1:
