@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import meshlora
 from meshlora.cli.main import main
 from meshlora.plan.derive import plan_model
 from meshlora.verify.budget import Message, micro_batch_budget
@@ -24,6 +25,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import DATA, Topology
 from meshlora_judge.twin import twin_config
 from tests.extra.test_planner import problem_of, simulated
+from tests.published_twins import read_published, write_published_twin
 
 # Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.
 WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}
@@ -264,3 +266,16 @@ def test_kinds_of_layers_that_a_configuration_derives_from_other_fields_are_thos
     config = shrink(problem.model).model.config
     assert len(config.layer_types) == len(shrink(problem.model).model.model.layers)
     assert set(config.layer_types) == set(problem.model.config.layer_types)
+
+
+@pytest.mark.parametrize("name", ["Qwen--Qwen3-30B-A3B-GPTQ-Int4", "Qwen--Qwen3-8B-AWQ"])
+def test_folder_in_few_bits_is_planned_as_it_is_kept(name: str, tmp_path: Path) -> None:
+    """Its files say which weights stay packed; --one-gpu asks for the same folder again."""
+    folder, file = write_published_twin(read_published(name), tmp_path / "model"), tmp_path / "plan.json"
+    command = ["plan", "--model", str(folder), "--quantization", "keep", "--seq", "64"]
+    assert main([*command, "--gpus", "1", "--gpu", "h100", "--json", str(file)]) == 0
+    memory = json.loads(file.read_text())["topologies"][0]["memory"]
+    held = meshlora.load(folder, quantization="keep", device="cpu")
+    tensors = {id(t): t for t in (*held.parameters(), *held.buffers())}
+    assert memory["weights"] + memory["buffers"] == sum(t.nbytes for t in tensors.values())
+    assert main([*command, "--one-gpu", "h100"]) == 0

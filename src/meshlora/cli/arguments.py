@@ -103,4 +103,8 @@ def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = 
         quantization=getattr(options, "quantization", None),
         compute=getattr(options, "compute", None),
     )
-    return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)
+    model = config
+    # Of a base that stays packed the files say which weights are in few bits.
+    if config is None or (base.quantization == "keep" and Path(options.model).is_dir()):
+        model = options.model
+    return make_blueprint(model, Topology.parse(topology), base)
