@@ -41,7 +41,7 @@ _NEEDS = (
     (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|lacks vision_start",
      "transformers: it differs from itself there"),
     (r"zeroes the padding", "transformers: it differs from itself there"),
-    (r"embedding is a module|embedding or its output head", "an embedding of that form, split by its rows"),
+    (r"embedding or its output head", "an embedding of that form, split by its rows"),
     (r"has no twin|no twin of it|cannot be shrunk", "tiny sizes that fit together: a line in meshlora_judge/twin.py"),
     (r"no gradient: text does not pass", "the user: exclude_modules, as the message says; or images"),
     (r"is not read yet|it lacks \d+ weights", "a reader of that format in wings/quantized"),

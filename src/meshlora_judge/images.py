@@ -106,7 +106,11 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     arguments = tuple(
         name for name in (*TOKEN_TYPES, "image_grid_thw", "image_sizes", "image_position_ids") if name in given
     )
-    patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
+    patch, merge, frames = vision.patch_size, 1, 1
+    for part, name in ((config, "spatial_merge_size"), (vision, "merge_size"), (vision, "spatial_merge_size")):
+        merge = getattr(part, name, merge)
+    for name in ("patch_temporal", "temporal_patch_size"):  # the first: of muse_glimmer, as merge_size is
+        frames = getattr(vision, name, frames)
     channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     fixed: tuple[int, ...] = ()
     if hasattr(vision, "image_size"):
@@ -116,7 +120,7 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     row = fixed
     if "image_grid_thw" in arguments:
         kinds = [(1, 2 * merge, 2 * merge), (1, merge, 3 * merge), (1, 2 * merge, merge)]
-        row = (channels * getattr(vision, "temporal_patch_size", 1) * patch**2,)
+        row = (channels * frames * patch**2,)
     elif "image_sizes" in arguments:
         kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
         row = (channels, *kinds[0])

@@ -334,6 +334,8 @@ def _shrunk(
         data["n_layers"] = 8
     if {"patch_sizes", "depths"} <= data.keys():  # muse_spark's sounds: an entry for each of two layers
         data |= {"patch_sizes": [16, 6], "hidden_sizes": [sizes["hidden"]] * 2, "depths": [1, 1]}
+    if "out_hidden_size" in data and "projector_hidden_size" in data:  # muse_glimmer: of patches put together
+        data["out_hidden_size"] = data["vision_config"]["hidden_size"] * data["vision_config"]["merge_size"] ** 2
     if "projector_input_dim" in data:  # llama4: of patches put together
         data["intermediate_size"] = round(data["hidden_size"] / data["pixel_shuffle_ratio"] ** 2)
     return data

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
+import meshlora
 from meshlora.cli.main import main
 from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stream import write_stream
@@ -27,6 +28,7 @@ from meshlora_extra.merging import merge as merge_module
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import MeshloraError
 from meshlora_ground.weight_files import INDEX
+from meshlora_judge.inputs import write_adapter, write_twin
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
@@ -374,6 +376,21 @@ def test_mistake_leaves_one_line_and_no_file(
     message = one_error(*capfd.readouterr())
     assert not [word for word in words if word not in message], message
     assert sorted(folder.rglob("*")) == before
+
+
+def test_lora_on_an_embedding_with_a_norm_inside_is_merged_nowhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It is added after the norm, and the norm of a sum is another model."""
+    model, adapter = tmp_path / "model", tmp_path / "adapter"
+    write_twin(twin_config("muse_glimmer", tie_word_embeddings=False), model, dtype=torch.float32, seed=0)
+    write_adapter(model, {"target_modules": ["embed_tokens"]}, adapter, seed=0, trust_remote_code=False)
+    capfd.readouterr()
+    assert main(["merge", "--model", str(model), "--adapter", str(adapter), "--out", str(tmp_path / "out")]) == 2
+    assert "a norm inside the embedding" in one_error(*capfd.readouterr())
+    ours = meshlora.load(model, adapter=adapter, device="cpu")
+    with pytest.raises(meshlora.UnsupportedError, match=r"merge into .*a norm inside the embedding"):
+        meshlora.merge(ours)
 
 
 @pytest.mark.parametrize(

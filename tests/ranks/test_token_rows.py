@@ -21,6 +21,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors, set_adapters
 from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
+from meshlora.loading.blueprint import build_on_meta
 from meshlora.plan.derive import plan_model
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
@@ -212,6 +213,19 @@ def test_rows_that_peft_or_a_mesh_would_train_otherwise_are_refused(name: str) -
     options, words = REFUSED[name]
     with pytest.raises(meshlora.UserError, match=words):
         _planned(LoraConfig(**LORA | options))
+
+
+@pytest.mark.parametrize(
+    "options", [{"trainable_token_indices": [7]}, {"modules_to_save": ["embed_tokens"]}], ids=["rows", "in full"]
+)
+@pytest.mark.parametrize("family", ["inkling_text", "muse_glimmer"])
+def test_weight_of_an_embedding_with_a_norm_inside_has_lora_alone(family: str, options: dict[str, Any]) -> None:
+    """PEFT looks up trained rows without the norm, and a copy has a norm of its own."""
+    model = build_on_meta(twin_config(family))
+    plan = plan_model(model, Topology())
+    assert plan_adapter(model, plan, LoraConfig(target_modules=["embed_tokens"])).targets
+    with pytest.raises(meshlora.UnsupportedError, match=f"^{next(iter(options))}.*a norm inside the embedding"):
+        plan_adapter(model, plan, LoraConfig(target_modules=["q_proj"], **options))
 
 
 def test_rows_of_an_untied_embedding_leave_the_head_alone() -> None:

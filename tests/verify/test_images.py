@@ -36,6 +36,7 @@ NIGHTLY = pytest.mark.proof  # the kill table has qwen3_vl and gemma3 by default
         pytest.param("qwen3_vl", ("pp=2,tp=2,sp", "pp=2,dp=2", "pp=2,interleave=2"), marks=NIGHTLY),
         pytest.param("aya_vision", ("pp=2",), marks=NIGHTLY),
         pytest.param("glm4v", ("tp=2",), marks=NIGHTLY),
+        pytest.param("muse_glimmer", ("tp=2,sp",), marks=NIGHTLY),  # its sizes of patches have names of their own
     ],
 )
 def test_twin_with_images_is_proved(family: str, topologies: tuple[str, ...], prove: Prove) -> None:

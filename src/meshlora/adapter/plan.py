@@ -23,6 +23,7 @@ from meshlora.adapter.targets.options import check_kind, matches, suffixes
 from meshlora.adapter.targets.resolve import KINDS, Target, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.feature import features
+from meshlora.layers.embedding import check_looked_up_alone
 from meshlora.model.dp_shard import check_not_sharded
 from meshlora.model.inject import is_tied
 from meshlora.plan.features import Asked
@@ -196,6 +197,8 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             given = f"modules_to_save={list(config.modules_to_save or ())}"
             rule = f"{owner} is a target of LoRA too"
             raise UserError(given, rule, "a module is trained in full or by LoRA: take it out of one of the two")
+        if owner == plan.embedding:
+            check_looked_up_alone(module, f"modules_to_save: {owner}", "LoRA on it is supported")
         if inside := [name for name in plan.experts if f"{name}.".startswith(f"{owner}.")]:
             raise UnsupportedError(f"modules_to_save: {owner}", f"experts are not trained in full: {inside[0]}")
         # A block with modules of its own is saved as one: an MLP, or the head of a classifier.

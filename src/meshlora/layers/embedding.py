@@ -115,6 +115,15 @@ class ParallelEmbedding(nn.Embedding):
         return y if variant is None else variant.product(self, name, y, ids, None)
 
 
+def check_looked_up_alone(module: nn.Module, given: str, way_out: str) -> None:
+    """Refuse `given`, which takes the weight of `module` for all of it, of an embedding with a norm inside (inkling).
+
+    LoRA is added after the norm, as in PEFT, which leaves the norm out of trained rows, and out of what it merges.
+    """
+    if any(not isinstance(child, nn.ModuleDict | nn.ParameterDict) for child in module.children()):
+        raise UnsupportedError(given, "a norm inside the embedding follows its lookup", way_out)
+
+
 def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axis, *, name: str) -> None:
     """Make `module`, an embedding on the meta device, hold this rank's rows.
 

@@ -34,6 +34,7 @@ from meshlora.adapter.formats.adapter_file import (
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config
 from meshlora.adapter.targets.options import check_patterns, check_values
 from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
+from meshlora.layers.embedding import check_looked_up_alone
 from meshlora.wings.experts.per_expert import refuse_per_expert
 from meshlora_ground.compat.peft_targets import is_stored_in_out, targets_as_configured
 from meshlora_ground.errors import UnsupportedError, UserError, reason
@@ -249,6 +250,7 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             raise UnsupportedError(f"LoRA on {name}", rule, "leave it unmerged")
         a, b = "lora_A.weight", "lora_B.weight"
         if is_embedding:
+            check_looked_up_alone(base, f"LoRA on {name}", "leave it unmerged")
             a, b = "lora_embedding_A", "lora_embedding_B"
         is_transposed, num_experts = is_embedding or (isinstance(base, Conv1D) and not is_parameter), 0
         if is_stack:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from meshlora.adapter.attach import Runtime, check_not_merged, runtime
 from meshlora.layers.adapted import variant_of
-from meshlora.layers.embedding import ParallelEmbedding
+from meshlora.layers.embedding import ParallelEmbedding, check_looked_up_alone
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.token_rows import ReplacedRows, rows_of
 from meshlora.model.dp_shard import whole_weights
@@ -56,7 +56,9 @@ def merge(model: Any) -> None:
     check({"alora_invocation_tokens": config.alora_invocation_tokens, "door": "merge"})
     leaves = _leaves(model, state.active)
     for name, leaf in leaves.items():
-        if not isinstance(leaf, ParallelEmbedding) and leaf.form is not None:
+        if isinstance(leaf, ParallelEmbedding):
+            check_looked_up_alone(leaf, f"merge into {name}", "generate without merging")
+        elif leaf.form is not None:
             rule = "the sum would be rounded to few bits once more, and be another model"
             raise UnsupportedError(f"merge into {name}, which is held in few bits", rule, "generate without merging")
         if isinstance(variant_of(leaf.variants, state.active), BiasOfB):

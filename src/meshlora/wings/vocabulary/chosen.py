@@ -21,6 +21,7 @@ from peft.utils.other import EMBEDDING_LAYER_NAMES
 from meshlora.adapter.targets.options import matches
 from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.feature import features
+from meshlora.layers.embedding import check_looked_up_alone
 from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
@@ -142,6 +143,8 @@ def _check_rows(
         for feature in features():
             feature.check_trained_base(plan, f"{name}.weight")
         given, way_out = f"{_OPTION} of {name}", f"take {name} out of one of the two"
+        if name == plan.embedding:
+            check_looked_up_alone(model.get_submodule(name), given, "LoRA on it is supported")
         if name in targets:
             rule = "it has LoRA too, and a token's row is trained either way"
             raise UnsupportedError(given, rule, f"{way_out}: exclude_modules leaves a target out")
