@@ -340,6 +340,7 @@ CAUGHT_BY: dict[str, str] = {
     "rl.rewards.model.batch_size": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
     "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),
     "train.recompute": f"{_OPTIONS}::test_layers_are_computed_twice_where_the_run_file_says_so",
+    "train.cuda_graphs": "tests/ranks/test_graphs.py::test_without_a_gpu_on_is_refused_and_auto_runs_eagerly",
     "train.routing_record": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
     "train.routing_replay": f"{_EXPERTS}::test_record_of_another_order_of_the_data_is_refused",
     "train.optimizer": "tests/verify/test_lora_fa.py::test_preflight_proves_the_optimizer_of_the_run",

@@ -139,6 +139,7 @@ class Feature(Enum):
         "`importance_cap: null`",
         "train.objective.importance_cap=null",
     )
+    WEIGHTED_TOKENS = "train.objective", lambda given: getattr(given, "loss", "nll") == "dft", "`loss: dft`", _KIND
     NOTHING_ALONE = (
         "train.objective",
         lambda given: given.reader not in ("text", "pairs", "margins", "feedback"),
@@ -192,6 +193,7 @@ class Feature(Enum):
     REPLAY = "train.routing_replay", bool, ""
     RECOMPUTED = "train.recompute", _other_than("none"), "", "{key}={}"
     KEPT_ATTENTION = "train.recompute", _is("keep_attention"), "`train.recompute: keep_attention`", "{key}={}"
+    GRAPHS = "train.cuda_graphs", _is("on"), "", "{key}={}"
     EPOCHS = "train.epochs", bool, ""
     EVAL_BY_EPOCH = "train.eval_every", _is_text, "`train.eval_every` by epochs", "{key}={}"
     SAVE_BY_EPOCH = "train.save_every", _is_text, "`train.save_every` by epochs", "{key}={}"

@@ -45,6 +45,7 @@ def _refused(*sides: Feature | set[Feature]) -> Callable[..., Refused]:
 
 
 _ALONE = "train the adapters one by one, or leave it out"
+_EAGER = "set train.cuda_graphs: off"
 _PLAIN = "leave it out, or use optimizer: adamw"
 
 REFUSED: tuple[Refused, ...] = (
@@ -152,6 +153,20 @@ REFUSED: tuple[Refused, ...] = (
         "masks are drawn by the tokens of the decoder, and those of the encoder are others",
         "set model.disable_dropout: true, and lora_dropout: 0",
     ),
+    # Recorded micro-batches.
+    _refused(F.GRAPHS, {F.STAGES, F.CONTEXT, F.TENSOR, F.EXPERT, F.EXPERT_TENSOR, F.SHARDED})(
+        "messages between ranks within a micro-batch are not recorded", f"use dp alone, or {_EAGER}"
+    ),
+    _refused(F.GRAPHS, F.EXPERTS)("the host reads how many rows each expert has", _EAGER),
+    _refused(F.GRAPHS, {F.LORA_DROPOUT, F.MODEL_DROPOUT, F.NOISE, F.FLOAT16})(
+        "masks, noise and a loss scale are numbers of the host, which change with each step", _EAGER
+    ),
+    _refused(
+        F.GRAPHS,
+        {F.COMPARED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER, F.TASK, F.IMAGES}
+        | {F.OTHER_ATTENTION, F.RECOMPUTED, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS, F.ON_EMBEDDING, F.ON_POSITIONS}
+        | {F.ON_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS, F.COPIES, F.PIECES, F.EVA},
+    )("it is not proved in a record", _EAGER),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED}, F.STAGES)(
         "it is not proved with stages of layers", "use pp=1"
@@ -189,8 +204,7 @@ REFUSED: tuple[Refused, ...] = (
         "PEFT stores its bias twice, under two names",
         "use bias='none' or 'lora_only': modules_to_save trains that bias too",
     ),
-    _refused(F.DORA, F.WHOLE_MATRIX)("the two are not proved together", "leave out one of them"),
-    _refused(F.PIECES, F.WHOLE_MATRIX)("not proved", "leave out one of them"),
+    _refused({F.DORA, F.PIECES}, F.WHOLE_MATRIX)("the two are not proved together", "leave out one of them"),
     _refused(F.OF_LINEARS, {F.PIECES, F.ON_EMBEDDING})("it is for whole linear layers", "leave out one of them"),
     _refused({F.DORA, F.WHOLE_MATRIX, F.OF_LINEARS}, F.ON_EXPERTS)("PEFT has none for a parameter"),
     _refused(
@@ -325,7 +339,7 @@ METHODS = frozenset(
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_RL, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.TOP_ENTROPY}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.TOP_ENTROPY, F.WEIGHTED_TOKENS}
     | {F.DISTILLED, F.TAUGHT, F.TEACHER, F.IN_CONTEXT}
 )
 READING = frozenset(
@@ -343,6 +357,7 @@ AROUND = frozenset(
 )
 ROLLOUTS = frozenset({F.FOLLOWED, F.RL, F.MADE, F.ENGINE, F.RECORDED, F.PUBLISHED, F.TEMPERATURE, F.OLDER})
 SEVERAL = frozenset({F.ADAPTERS})
+RECORDED = frozenset({F.GRAPHS})
 PROOFS = frozenset({F.PROOF, F.PARTS, F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})
 LOOPS = frozenset(
     {F.LOAD, F.GENERATE, F.BATCHED, F.COMMAND, F.LABELS, F.SCORES, F.TRAINER, F.TRL, F.TRL_SAMPLES, F.BASE_ALONE}
@@ -361,6 +376,7 @@ GROUPS = {
     "around the steps": AROUND,
     "rollouts": ROLLOUTS,
     "several adapters": SEVERAL,
+    "records of micro-batches": RECORDED,
     "proofs": PROOFS,
     "loops of others": LOOPS,
     "plans": PLANS,
@@ -386,6 +402,7 @@ PROVED: tuple[Proved, ...] = (
         ROLLOUTS, _EVERY, "tests/extra/test_rl.py::test_recorded_rollouts_give_one_adapter_and_that_of_transformers"
     ),
     Proved(SEVERAL, _EVERY, "tests/verify/test_several_adapters.py::test_what_one_adapter_may_have_several_may"),
+    Proved(RECORDED, _EVERY, "tests/ranks/test_graphs.py::test_replayed_steps_are_the_eager_ones"),
     Proved(
         PROOFS, _EVERY, "tests/parity/test_topologies.py::test_low_precision_stays_within_the_references_own_rounding"
     ),

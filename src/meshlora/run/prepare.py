@@ -32,6 +32,7 @@ from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig, pat
 from meshlora.run.distillation.teachers import teacher_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
+from meshlora.run.graphs.choice import with_graphs
 from meshlora.run.learning_rate import notes_of_rate
 from meshlora.run.length import in_steps, notes_in_steps, num_steps
 from meshlora.run.optimizers import check_trainable
@@ -146,6 +147,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     rows = _rows(data, asked=config.asked, micro_batch_size=train.micro_batch_size)
     config = config.with_data(packing=rows.packing, date=data.day or options.date)
     slow = _slow(config, data, rows)
+    config, of_graphs = with_graphs(config, blueprint, asked_of(config.asked, blueprint, data.train, data.eval))
     run = Prepared(
         config,
         blueprint,
@@ -171,7 +173,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         ),
         samples=samples,
         answers=answers,
-        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
+        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train, *of_graphs),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
         asking=recorded(data.form, options, data.tokenizer),

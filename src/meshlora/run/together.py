@@ -82,7 +82,10 @@ def prepare_runs(
         # Of a micro-batch each adapter would have a row, and short ones would be padded to the longest.
         for name, config in configs.items():
             if config.data.packing == "auto":
-                configs = {**configs, name: config.with_data(packing=False)}
+                config = config.with_data(packing=False)
+            if config.train.cuda_graphs == "auto":
+                config = dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graphs="off"))
+            configs = {**configs, name: config}
     runs: dict[str, Prepared] = {}
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():

@@ -30,6 +30,8 @@ from meshlora.layers.noise import add_noise
 from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.formulas.seen import Sums
+from meshlora.run.graphs.graphs import Graphs
+from meshlora.run.graphs.recorder import recorder
 from meshlora.run.heads import set_padding
 from meshlora.run.objectives import Reference, count, loss_sums, of_reference
 from meshlora.run.prepared import Prepared
@@ -40,7 +42,7 @@ from meshlora.run.trained import TrainedAdapter
 from meshlora.run.watch.metrics import Reporter, StepMetrics
 from meshlora.run.watch.nonfinite import find_not_finite
 from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching, MicroBatch, Step
+from meshlora.train.batches import Batching, MicroBatch, Own, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.step_part import StepPart
@@ -51,6 +53,7 @@ from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import MeshloraError
 from meshlora_ground.float64 import lift
+from meshlora_ground.objective import Sft
 from meshlora_ground.slow_paths import SlowPath, watching
 
 
@@ -92,6 +95,28 @@ class Trainer:
             self.adapters.append(one)
             self.slow_paths += run.slow_paths
         self._training: list[TrainedAdapter] = []
+        self.graphs = None
+        if options.cuda_graphs != "off":
+            self.graphs = self._recorded(is_auto=options.cuda_graphs == "auto")
+
+    def _recorded(self, *, is_auto: bool) -> Graphs:
+        """The records of the micro-batches of the only adapter."""
+        (one,), how = self.adapters, recorder()
+        assert how is not None
+        assert isinstance(one.objective, Sft), one.objective
+
+        def alone(batch: Batch) -> MicroBatch:
+            return MicroBatch(batch, (Own(0, batch),))
+
+        return Graphs(
+            self.model,
+            one.factors,
+            how,
+            label_smoothing=one.objective.label_smoothing,
+            masks=lambda batch: self.masks([one], alone(batch)),
+            eager=lambda batch: self._losses(alone(batch), None)[0][0],
+            say=one.reporter.say if is_auto else None,
+        )
 
     def _batching(self, run: Prepared) -> Batching:
         packing, topology = run.config.data.packing, self.mesh.topology
@@ -229,8 +254,17 @@ class Trainer:
         order = one_forward_one_backward(
             len(batches), rank=pp.rank, size=pp.size, interleave=self.mesh.topology.interleave
         )
+        replayed = set[int]()
+        if self.graphs is not None:
+            self.graphs.begin()
+            replayed |= {number for number, micro in enumerate(batches) if self.graphs.takes(micro.batch)}
         for number, stage, is_forward in order:
             micro = batches[number]
+            if self.graphs is not None and number in replayed:
+                if is_forward:  # and backward at once
+                    batch, loss = micro.batch, self.graphs.run(micro.batch)
+                    sums.add(0, batch, count(self._training[0].objective, batch), loss, {})
+                continue
             # In the backward too: recomputation runs forwards in it.
             with self.masks(self._training, micro), pipeline.at(stage):
                 if not is_forward:

@@ -28,7 +28,7 @@ Contents = Mapping[str, tuple[Path, ...]]
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
 _FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "on_spike", "routing_replay", "warmup_ratio"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
-    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
+    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast", "cuda_graphs"),
 }
 # Options that manifests of earlier runs have not: at their defaults they are no part of an identity.
 _LATER = ("num_cycles", "power", "timescale", "decay_type")

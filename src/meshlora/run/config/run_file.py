@@ -360,6 +360,8 @@ class TrainConfig:
         router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
         recompute: activation checkpointing of decoder layers: none; full; keep_attention: all of them, but what sdpa
             gave is kept; or a number n: every n-th layer.
+        cuda_graphs: forward and backward of a micro-batch recorded and replayed as a CUDA graph: off; auto, where it
+            can be; on, or refused.
         routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
             whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
@@ -415,6 +417,7 @@ class TrainConfig:
     neftune_alpha: float = number(0.0, "not negative", most=_FACTOR)
     router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
     recompute: str | int = number("none", most=10**6)
+    cuda_graphs: Literal["off", "auto", "on"] = "off"
     routing_record: str | None = None
     routing_replay: str | None = None
     lora_plus_ratio: float | None = number(None, "above 0", most=_FACTOR)

@@ -27,6 +27,7 @@ from transformers.masking_utils import create_causal_mask
 from meshlora.layers.row_lengths import Lengths, lengths_of
 from meshlora.wings.packed_rows.varlen import Ends, fits, in_one_call
 from meshlora_ground.compat import transformers_attention, transformers_models
+from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.slow_paths import ONE_BY_ONE, WHOLE_MASK, take
 
 _OURS = "meshlora-apart-"
@@ -161,6 +162,12 @@ def _attention(
         return call(*batch, *masks, *args, **kwargs)[0].unflatten(0, (len(lengths), -1)).flatten(1, 2), None
     if base == "sdpa" and fits(module, query, key, value, masks, args, kwargs):
         return in_one_call(query, key, value, lengths, running.ends, scale=kwargs.get("scaling")), None
+    if running.ends.fixed is not None:
+        given, rule = (
+            "train.cuda_graphs",
+            "attention of joined rows has no kernel here that takes all sequences at once",
+        )
+        raise UnsupportedError(given, rule, "set data.packing: false, or train.cuda_graphs: off")
     take(ONE_BY_ONE, query.device)
     rows = []
     for row, of_row in enumerate(lengths):  # rows of other lengths, in which nothing can be stacked

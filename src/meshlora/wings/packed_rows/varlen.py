@@ -31,14 +31,21 @@ _LIMIT = 0.02  # of two-byte dtypes, as in `wings.context.attention_parts`
 
 
 class Ends:
-    """Where the sequences of a batch end, on its device: made once for all layers."""
+    """Where the sequences of a batch end, on its device: made once for all layers.
+
+    Attributes:
+        fixed: said on the device alone, of a recorded forward, whatever lengths the host gives; None: of no such one.
+    """
 
     def __init__(self) -> None:
+        self.fixed: Tensor | None = None
         self._of: Lengths | None = None
         self._found: Tensor | None = None
 
     def of(self, lengths: Lengths, device: torch.device) -> Tensor:
         """int32 `[N + 1]`: 0, and the end of each sequence in the tokens `[B S]`."""
+        if self.fixed is not None:
+            return self.fixed
         # By identity: a forward has one object, and comparing thousands of lengths in each layer costs.
         if self._found is None or self._of is not lengths or self._found.device != device:
             flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32, device="cpu")

@@ -1,0 +1,183 @@
+"""Forward and backward of a micro-batch, recorded once for each shape and replayed: `train.cuda_graphs`.
+
+Owns: which micro-batches are replayed, their gradients, and the comparison of each record's first replay with the eager
+step. Does not own: shapes and their tensors (`run.graphs.buckets`), recording (`run.graphs.recorder`), what is refused
+(`plan.pairs`), the step, whose gradients are summed over ranks outside of a record (`run.trainer`).
+
+A record is made on content that no batch has. What a batch has and the record did not read from its tensors thus shows
+in the comparison of the first replay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter.attach import Factor
+from meshlora.layers.row_lengths import lengths_of
+from meshlora.loading.positions import most_positions
+from meshlora.run.graphs.buckets import Bucket, Static, padded_loss
+from meshlora.run.graphs.recorder import Recorder, Run
+from meshlora.train.batch import Batch
+from meshlora.train.losses import to_head
+from meshlora.wings.packed_rows.by_sequence import PackedLengths
+from meshlora_ground.errors import MeshloraError, UnsupportedError, reason
+from meshlora_ground.float64 import lift
+
+_WAY_OUT = "set train.cuda_graphs: off"
+_MOST = 32  # records: each keeps little, but costs the time of four micro-batches
+
+
+@dataclass(frozen=True)
+class _Record:
+    """A recorded micro-batch: its tensors, its summed loss `[]`, and what runs it."""
+
+    static: Static
+    loss: Tensor
+    replay: Run
+
+
+class Graphs:
+    """The records of the micro-batches of one adapter's training.
+
+    factors: those that are trained. masks: the context of a micro-batch. eager: its summed loss without a record. say:
+    called once where there can be no record, and the run goes on without; None: that ends the run.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        factors: Sequence[Factor],
+        recorder: Recorder,
+        *,
+        label_smoothing: float,
+        masks: Callable[[Batch], AbstractContextManager[None]],
+        eager: Callable[[Batch], Tensor],
+        say: Callable[[str], None] | None,
+    ) -> None:
+        self._model, self._factors, self._recorder = model, factors, recorder
+        self._label_smoothing, self._masks, self._eager, self._say = label_smoothing, masks, eager, say
+        self._has_failed = False
+        self._most = most_positions(model.config, model)
+        self._records: dict[Bucket, _Record] = {}
+        self._seen = set[Bucket]()
+        self._parameters = [factor.parameter for factor in factors]
+        first = self._parameters[0]
+        number = sum(parameter.numel() for parameter in self._parameters)
+        # Of all records, which add to it, and of micro-batches without one: gradients of a step stay where they are.
+        self._sums = torch.zeros(number, dtype=first.dtype, device=first.device)
+
+    def begin(self) -> None:
+        """A step begins: its gradients are 0."""
+        self._sums.zero_()
+        for parameter, own in zip(self._parameters, self._of_each(self._sums), strict=True):
+            parameter.grad = own  # a new tensor of the old memory: marks of the last step are not on it
+
+    def takes(self, batch: Batch) -> bool:
+        """Whether `batch` is replayed, or recorded now: if one of its shape has come before. Ask once for each."""
+        if self._has_failed or batch.is_dummy or not batch.num_trained_tokens:
+            return False
+        bucket = Bucket.of(batch, self._most)
+        has_come = bucket in self._seen
+        self._seen.add(bucket)
+        return bucket in self._records or (has_come and len(self._records) < _MOST)
+
+    def run(self, batch: Batch) -> Tensor:
+        """Forward and backward of `batch`: its summed loss `[]`. The gradients are added to those of the step.
+
+        Raises:
+            MeshloraError: the first replay of a record differs from the eager micro-batch; or there can be no record of
+                this model, and `say` is None.
+        """
+        bucket = Bucket.of(batch, self._most)
+        record = self._records.get(bucket)
+        if record is not None:
+            record.static.fill(batch)
+            record.replay()
+            return record.loss.clone()  # the next replay writes there
+        with self._masks(batch):
+            loss = self._eager(batch)
+            expected = _flat(torch.autograd.grad(loss, self._parameters))
+        loss, before = loss.detach(), self._sums.clone()
+        if not self._has_failed:
+            try:
+                record = self._recorded(bucket)
+            except (RuntimeError, UnsupportedError) as error:  # what CUDA refuses, or there is no memory
+                self._give_up(error)
+        if record is not None:
+            self._sums.zero_()
+            record.static.fill(batch)
+            record.replay()
+            self._compare(bucket, record.loss, loss, expected)
+            self._records[bucket] = record
+        self._sums.copy_(before).add_(expected)
+        return loss
+
+    def _recorded(self, bucket: Bucket) -> _Record:
+        """A record of what no batch has."""
+        static, total = Static(bucket, self._sums.device), self._sums.new_zeros(())
+        return _Record(static, total, self._recorder.record(lambda: self._both_ways(static, total)))
+
+    def _give_up(self, error: Exception) -> None:
+        self._has_failed = True
+        cause = reason(error)
+        if self._say is None:
+            raise MeshloraError(f"train.cuda_graphs: a micro-batch cannot be recorded: {cause}; {_WAY_OUT}") from error
+        self._say(f"train.cuda_graphs: auto: micro-batches run eagerly from now on: {cause}")
+
+    def _both_ways(self, static: Static, total: Tensor) -> None:
+        """What is recorded: the loss of `static` into `total`, its gradients added to the sums."""
+        with self._masks(static.batch), self._ending(static.ends):
+            with lift(self._model.dtype == torch.float64):
+                found = to_head(self._model, static.batch)
+                if isinstance(found, Tensor):
+                    raise UnsupportedError("train.cuda_graphs", "the loss of this model is of whole logits", _WAY_OUT)
+                loss = padded_loss(found, static.batch, label_smoothing=self._label_smoothing)
+            grads = torch.autograd.grad(loss, self._parameters)
+        self._sums.add_(_flat(grads))
+        total.copy_(loss.detach())
+
+    @contextlib.contextmanager
+    def _ending(self, ends: Tensor | None) -> Iterator[None]:
+        """Sequences of packed rows end in the block as `ends` says, and not as the host knows."""
+        if ends is None:
+            yield
+            return
+        running = lengths_of(self._model)
+        assert isinstance(running, PackedLengths)
+        running.ends.fixed = ends
+        try:
+            yield
+        finally:
+            running.ends.fixed = None
+
+    def _compare(self, bucket: Bucket, loss: Tensor, eager: Tensor, expected: Tensor) -> None:
+        """Compare loss and gradients of a replay with those of the eager micro-batch, by the rounding of the model."""
+        limit = torch.finfo(self._model.dtype).eps ** 0.5
+        whole = expected.norm()
+        of_each = [(loss - eager).abs() / eager.abs()]
+        for found, right in zip(self._of_each(self._sums), self._of_each(expected), strict=True):
+            # Of a factor that hardly has a gradient rounding is all there is.
+            of_each.append((found - right).norm() / right.norm().clamp(min=1e-3 * whole))
+        names = ["the loss", *(f"the gradient of {factor.name}" for factor in self._factors)]
+        apart = torch.stack([one.double() for one in of_each]).tolist()
+        worst = max(range(len(apart)), key=lambda number: (not apart[number] <= limit, apart[number]))
+        if not apart[worst] <= limit:  # NaN too
+            of = f"{names[worst]} of a recorded micro-batch of {bucket.rows} x {bucket.length} tokens"
+            found_apart = f"{apart[worst]:.1e} apart from the eager one (at most {limit:.1e})"
+            raise MeshloraError(f"train.cuda_graphs: {of} is {found_apart}; {_WAY_OUT}")
+
+    def _of_each(self, flat: Tensor) -> list[Tensor]:
+        """Gradients one after the other -> that of each factor, a view."""
+        parts = flat.split([parameter.numel() for parameter in self._parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+
+def _flat(grads: Sequence[Tensor]) -> Tensor:
+    return torch.cat([grad.reshape(-1) for grad in grads])

@@ -1,0 +1,46 @@
+"""Recording of kernels by CUDA: a function runs once for the record, and then as often as wanted without its host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Run = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """What records a function whose inputs and results are tensors that stay where they are."""
+
+    def record(self, run: Run) -> Run:
+        """What runs the work of `run` again. `run` itself is called too, and its results then are of no use."""
+
+
+class CudaRecorder:
+    """Graphs of CUDA. All take their memory from one pool: they never run at the same time, and none needs what another
+    has left there.
+    """
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+
+    def record(self, run: Run) -> Run:
+        """See `Recorder`."""
+        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        aside.wait_stream(here)
+        with torch.cuda.stream(aside):
+            run()  # kernels are compiled and libraries take their memory, which no record may
+        here.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        # Of this thread alone: NCCL has one that looks after its messages, which torch forbids in others by default.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        self._pool = graph.pool()
+        replay: Run = graph.replay
+        return replay
+
+
+def recorder() -> Recorder | None:
+    """That of this machine; None: it has no GPU."""
+    return CudaRecorder() if torch.cuda.is_available() else None

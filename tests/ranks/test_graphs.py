@@ -1,0 +1,204 @@
+"""`train.cuda_graphs`: replayed micro-batches train what eager ones do, shown by a recorder that needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlora.run import trainer
+from meshlora.run.config.file import read_run
+from meshlora.run.graphs import choice, graphs
+from meshlora.run.graphs.buckets import Static
+from meshlora.run.together import prepare_run
+from meshlora.train.batch import Batch
+from meshlora.wings.packed_rows import varlen
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
+from tests.pool import Pool
+from tests.ranks.test_trainer import _train, folder, run_and_keep_groups, run_file
+from tests.tape import TapeRecorder
+
+__all__ = ["folder"]  # a fixture
+
+
+_FEW: dict[str, Any] = {"data__eval": None, "train__eval_every": 0, "train__save_every": 0, "train__steps": 8}
+
+
+@pytest.fixture
+def tape(monkeypatch: pytest.MonkeyPatch) -> TapeRecorder:
+    found = TapeRecorder()
+    monkeypatch.setattr(trainer, "recorder", lambda: found)
+    monkeypatch.setattr(choice, "recorder", lambda: found)
+    return found
+
+
+def _both(folder: Path, tape: TapeRecorder, name: str, **changes: Any) -> None:
+    changes |= _FEW
+    _train(run_file(folder, f"{name}-off", "", **changes), 1)
+    assert not tape.records
+    _train(run_file(folder, f"{name}-on", "", train__cuda_graphs="on", **changes), 1)
+    eager, found = folder / f"{name}-off", folder / f"{name}-on"
+    assert compare_adapters(found / "adapter", eager / "adapter").relative < 1e-9
+    assert largest_loss_gap(read_losses(found / "metrics.jsonl"), read_losses(eager / "metrics.jsonl")) < 1e-11
+
+
+def test_replayed_steps_are_the_eager_ones(folder: Path, tape: TapeRecorder) -> None:
+    """Rows of many lengths, padded, in micro-batches that are added up."""
+    _both(folder, tape, "plain", data__packing=False)
+    assert tape.records > 1
+    assert tape.replays > tape.records
+
+
+def _recorded_in_pool(file: Path, world: int) -> int:
+    tape = TapeRecorder()
+    patches = [mock.patch.object(module, "recorder", return_value=tape) for module in (trainer, choice)]
+    with patches[0], patches[1]:
+        run_and_keep_groups(file, world)
+    return tape.replays - tape.records
+
+
+def test_gradients_are_summed_over_dp_outside_of_records(folder: Path, pools: Callable[[int], Pool]) -> None:
+    """Of ranks that record other shapes, and of one that runs a dummy."""
+    options = {"data__packing": False, **_FEW}
+    pools(2).run(run_and_keep_groups, run_file(folder, "dp-off", "dp=2", **options), 2)
+    replays = pools(2).run(_recorded_in_pool, run_file(folder, "dp-on", "dp=2", train__cuda_graphs="on", **options), 2)
+    assert all(number > 0 for number in replays)
+    assert compare_adapters(folder / "dp-on" / "adapter", folder / "dp-off" / "adapter").relative < 1e-9
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The kernel of GPUs for joined rows, of the device's numbers alone. Counts its calls."""
+    calls = [0]
+
+    def run(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, *_: Any, scale: float | None, **__: Any) -> Tensor:
+        calls[0] += 1
+        number = torch.searchsorted(ends[1:].contiguous(), torch.arange(len(query)).int(), right=True)
+        sees = (number[:, None] == number[None]).tril()
+        each = [x.transpose(0, 1).unsqueeze(0) for x in (query, key, value)]
+        out = F.scaled_dot_product_attention(*each, attn_mask=sees, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    monkeypatch.setattr(varlen, "_kernel", lambda: run)
+    monkeypatch.setattr(varlen, "has_kernel", lambda _: True)
+    return calls
+
+
+def test_replayed_steps_of_joined_rows_are_the_eager_ones(folder: Path, tape: TapeRecorder, kernel: list[int]) -> None:
+    """Of other lengths in each."""
+    _both(folder, tape, "joined", train__micro_batch_size=3)
+    assert tape.records
+    assert tape.replays > tape.records
+    assert kernel[0]
+
+
+def test_replayed_steps_of_packed_rows_are_the_eager_ones(folder: Path, tape: TapeRecorder, kernel: list[int]) -> None:
+    _both(folder, tape, "packed", data__packing=True)
+    assert tape.records
+    assert tape.replays > tape.records
+    assert kernel[0]
+
+
+def _unless(name: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: the tensor `name` of a record keeps what it was recorded with."""
+
+    def put_in(monkeypatch: pytest.MonkeyPatch) -> None:
+        fill = Static.fill
+
+        def forget(static: Static, batch: Batch) -> None:
+            kept = _tensor(static, name).clone()
+            fill(static, batch)
+            _tensor(static, name).copy_(kept)
+
+        monkeypatch.setattr(Static, "fill", forget)
+
+    return put_in
+
+
+def _tensor(static: Static, name: str) -> Tensor:
+    found = static.ends if name == "ends" else getattr(static.batch, name)
+    assert isinstance(found, Tensor)
+    return found
+
+
+FAULTS = {
+    "stale tokens": _unless("input_ids"),
+    "stale labels": _unless("labels"),
+    "stale indices of trained tokens": _unless("trained"),
+    "stale positions": _unless("position_ids"),
+    "stale ends of sequences": _unless("ends"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_record_that_keeps_something_of_its_own_ends_the_run(
+    fault: str, folder: Path, tape: TapeRecorder, kernel: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FAULTS[fault](monkeypatch)
+    file = run_file(folder, fault.replace(" ", "-"), "", train__cuda_graphs="on", data__packing=True, **_FEW)
+    with pytest.raises(MeshloraError, match=r"of a recorded micro-batch of . x \d+ tokens is .* apart from the eager"):
+        _train(file, 1)
+    assert tape.records
+
+
+def test_a_number_that_the_host_reads_ends_the_run_or_its_records(
+    folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loss = graphs.padded_loss
+
+    def reading(found: Any, batch: Batch, **options: Any) -> Tensor:
+        return loss(found, batch, **options) / max(1, int(batch.labels.amax()))
+
+    monkeypatch.setattr(graphs, "padded_loss", reading)
+    options = {"data__packing": False, **_FEW}
+    with pytest.raises(
+        MeshloraError, match=r"cannot be recorded: \w+: _local_scalar_dense; set train\.cuda_graphs: off"
+    ):
+        _train(run_file(folder, "reads-on", "", train__cuda_graphs="on", **options), 1)
+    monkeypatch.undo()
+    _train(run_file(folder, "reads-off", "", **options), 1)
+    monkeypatch.setattr(graphs, "padded_loss", reading)
+    monkeypatch.setattr(trainer, "recorder", lambda: tape)
+    monkeypatch.setattr(choice, "recorder", lambda: tape)
+    capsys.readouterr()
+    _train(run_file(folder, "reads-auto", "", train__cuda_graphs="auto", **options), 1)
+    assert capsys.readouterr().out.count("micro-batches run eagerly from now on: NotRecordedError: _local") == 1
+    assert not tape.records
+    eager = (folder / "reads-off" / "adapter" / "adapter_model.safetensors").read_bytes()
+    assert (folder / "reads-auto" / "adapter" / "adapter_model.safetensors").read_bytes() == eager
+
+
+def test_without_a_gpu_on_is_refused_and_auto_runs_eagerly(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.cuda_graphs=on: CPUs record no kernels"):
+        prepare_run(read_run(run_file(folder, "cpu-on", "", train__cuda_graphs="on", **_FEW)))
+    run = prepare_run(read_run(run_file(folder, "cpu-auto", "", train__cuda_graphs="auto", **_FEW)))
+    assert run.config.train.cuda_graphs == "off"
+    assert (
+        "train.cuda_graphs: auto: micro-batches run eagerly: train.cuda_graphs=on: CPUs record no kernels" in run.notes
+    )
+
+
+@pytest.mark.parametrize(
+    ("why", "changes"),
+    [
+        ("masks, noise and a loss scale are numbers of the host", {"train__neftune_alpha": 5.0}),
+        ("messages between ranks within a micro-batch are not recorded", {"topology": "tp=2"}),
+        ("it is not proved in a record", {"train__recompute": "full"}),
+    ],
+)
+def test_what_is_not_recorded_is_named(why: str, changes: dict[str, Any], folder: Path, tape: TapeRecorder) -> None:
+    topology, options = changes.get("topology", ""), {**_FEW, **changes}
+    options.pop("topology", None)
+    with pytest.raises(UnsupportedError, match=why):
+        prepare_run(read_run(run_file(folder, "refused", topology, train__cuda_graphs="on", **options)))
+    run = prepare_run(read_run(run_file(folder, "eager", topology, train__cuda_graphs="auto", **options)))
+    assert any(
+        note.startswith("train.cuda_graphs: auto: micro-batches run eagerly") and why in note for note in run.notes
+    )
