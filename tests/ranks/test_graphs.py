@@ -56,6 +56,23 @@ def test_replayed_steps_are_the_eager_ones(folder: Path, tape: TapeRecorder) -> 
     assert tape.replays > tape.records
 
 
+METHODS: dict[str, dict[str, Any]] = {
+    "dora": {"lora__use_dora": True},
+    "lora-bias": {"lora__lora_bias": True},
+    "orthogonal": {"lora__init_lora_weights": "orthogonal", "lora__use_rslora": True},
+    "lora-fa": {"train__optimizer": "lora_fa"},
+    "lora-plus": {"train__lora_plus_ratio": 4.0},
+    "label-smoothing": {"train__objective": {"kind": "sft", "label_smoothing": 0.1}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_and_options_replay(name: str, folder: Path, tape: TapeRecorder) -> None:
+    _both(folder, tape, name, data__packing=False, **METHODS[name])
+    assert tape.replays > tape.records
+
+
 def _recorded_in_pool(file: Path, world: int) -> int:
     tape = TapeRecorder()
     patches = [mock.patch.object(module, "recorder", return_value=tape) for module in (trainer, choice)]

@@ -11,6 +11,7 @@ in the comparison of the first replay.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class Graphs:
             return record.loss.clone()  # the next replay writes there
         with self._masks(batch):
             loss = self._eager(batch)
-            expected = _flat(torch.autograd.grad(loss, self._parameters))
+            expected = self._flat(torch.autograd.grad(loss, self._parameters))
         loss, before = loss.detach(), self._sums.clone()
         if not self._has_failed:
             try:
@@ -114,8 +115,8 @@ class Graphs:
             self._sums.zero_()
             record.static.fill(batch)
             record.replay()
-            self._compare(bucket, record.loss, loss, expected)
-            self._records[bucket] = record
+            if self._compare(bucket, record.loss, loss, expected):
+                self._records[bucket] = record
         self._sums.copy_(before).add_(expected)
         return loss
 
@@ -140,7 +141,7 @@ class Graphs:
                     raise UnsupportedError("train.cuda_graphs", "the loss of this model is of whole logits", _WAY_OUT)
                 loss = padded_loss(found, static.batch, label_smoothing=self._label_smoothing)
             grads = torch.autograd.grad(loss, self._parameters)
-        self._sums.add_(_flat(grads))
+        self._sums.add_(self._flat(grads))
         total.copy_(loss.detach())
 
     @contextlib.contextmanager
@@ -157,27 +158,41 @@ class Graphs:
         finally:
             running.ends.fixed = None
 
-    def _compare(self, bucket: Bucket, loss: Tensor, eager: Tensor, expected: Tensor) -> None:
-        """Compare loss and gradients of a replay with those of the eager micro-batch, by the rounding of the model."""
+    def _compare(self, bucket: Bucket, loss: Tensor, eager: Tensor, expected: Tensor) -> bool:
+        """Compare loss and gradients of a replay with those of the eager micro-batch, by the rounding of the model.
+
+        Returns False if these are not finite, with which nothing can be compared.
+        """
         limit = torch.finfo(self._model.dtype).eps ** 0.5
         whole = expected.norm()
-        of_each = [(loss - eager).abs() / eager.abs()]
+        of_each = [whole + eager, (loss - eager).abs() / eager.abs().clamp(min=1e-6)]
         for found, right in zip(self._of_each(self._sums), self._of_each(expected), strict=True):
             # Of a factor that hardly has a gradient rounding is all there is.
             of_each.append((found - right).norm() / right.norm().clamp(min=1e-3 * whole))
         names = ["the loss", *(f"the gradient of {factor.name}" for factor in self._factors)]
-        apart = torch.stack([one.double() for one in of_each]).tolist()
+        size, *apart = torch.stack([one.double() for one in of_each]).tolist()
+        if not math.isfinite(size):
+            return False
         worst = max(range(len(apart)), key=lambda number: (not apart[number] <= limit, apart[number]))
         if not apart[worst] <= limit:  # NaN too
             of = f"{names[worst]} of a recorded micro-batch of {bucket.rows} x {bucket.length} tokens"
             found_apart = f"{apart[worst]:.1e} apart from the eager one (at most {limit:.1e})"
             raise MeshloraError(f"train.cuda_graphs: {of} is {found_apart}; {_WAY_OUT}")
+        return True
 
     def _of_each(self, flat: Tensor) -> list[Tensor]:
-        """Gradients one after the other -> that of each factor, a view."""
-        parts = flat.split([parameter.numel() for parameter in self._parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+        """Gradients one after the other -> that of each factor, a view that lies in memory as the factor does."""
+        found, start = [], 0
+        for parameter in self._parameters:
+            stop = start + parameter.numel()
+            part = flat[start:stop]
+            found.append(part.view(parameter.shape) if parameter.is_contiguous() else part.view(parameter.mT.shape).mT)
+            start = stop
+        return found
 
-
-def _flat(grads: Sequence[Tensor]) -> Tensor:
-    return torch.cat([grad.reshape(-1) for grad in grads])
+    def _flat(self, grads: Sequence[Tensor]) -> Tensor:
+        """The reverse of `_of_each`, in new memory."""
+        parts = []
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parts.append(grad.reshape(-1) if parameter.is_contiguous() else grad.mT.reshape(-1))
+        return torch.cat(parts)
