@@ -55,8 +55,8 @@ class Case(Training):
         compute: products of the frozen linears in float8: fp8, fp8_backward; or None.
         kernels: of our side, as in a run file; the reference has none.
         packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes
-            activations, "keep_attention": but those of attention; resumes: it stops before its last step and resumes
-            from its checkpoint. The reference does none of these.
+            activations, "keep_attention": but those of attention, "offload": from inputs on the host; resumes: it stops
+            before its last step and resumes from its checkpoint. The reference does none of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
         further: what the model takes beside the tokens, if anything: images, token types.
         routed: of rollouts whose engine said them, the experts of each token in every layer, dense ones too; -1 where
@@ -87,7 +87,7 @@ class Case(Training):
     targets: tuple[tuple[float, ...], ...] = ()
     predicts_next: bool = True
     packing: bool | Literal["auto"] = False
-    recompute: bool | Literal["keep_attention"] = False
+    recompute: bool | Literal["keep_attention", "offload"] = False
     resumes: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None

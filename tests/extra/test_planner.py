@@ -68,6 +68,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "tp=8", {"dtype": torch.bfloat16}, id="heads_on_two_ranks"),
         pytest.param("llama", "dp=4", {}, id="dp", marks=pytest.mark.proof),  # by default with sharded bases
         pytest.param("llama", "tp=4,sp", {"recompute": "full"}, id="recomputed", marks=pytest.mark.proof),
+        pytest.param("llama", "tp=2,sp", {"recompute": "offload", "config": {"num_hidden_layers": 6}}, id="offloaded"),
         pytest.param("llama", "tp=2,sp", {"recompute": 2, "config": {"num_hidden_layers": 5}}, id="every_second"),
         pytest.param(
             "llama", "tp=4", {"lora": {"use_dora": True, "trainable_token_indices": [7, 200]}}, id="dora_and_rows"

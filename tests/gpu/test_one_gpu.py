@@ -24,6 +24,7 @@ from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
 from meshlora.wings.quantized.kinds import COMPUTE, KINDS
 from meshlora.wings.quantized.quantized import pack, unpacked_slowly
 from meshlora_ground.errors import UnsupportedError
+from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.float8_numbers import FACTOR, SHAPES, WIDTHS, rows
 from tests.float8_numbers import codes as codes_of_float8
@@ -107,6 +108,29 @@ def test_kept_attention_is_launched_once(dtype: str, tmp_path: Path) -> None:
     plain = gradients["none"].norm()
     for recompute in ("full", "keep_attention"):
         assert (gradients[recompute] - gradients["none"]).norm() <= plain * torch.finfo(getattr(torch, dtype)).eps
+
+
+def test_inputs_of_layers_on_the_host_are_no_memory_of_the_gpu() -> None:
+    """The same bits as from inputs on the GPU, with two of them at the peak in place of all."""
+    layers, rows, tokens, hidden = 12, 4, 512, 512
+    config = twin_config("llama", num_hidden_layers=layers, hidden_size=hidden, max_position_embeddings=tokens)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = meshlora.load(config, lora=lora, dtype="bfloat16", device="cuda").train()
+    ids = torch.randint(3, 200, (rows, tokens), generator=torch.Generator().manual_seed(0)).cuda()
+    peaks, losses, gradients = {}, {}, {}
+    for recompute in ("full", "offload"):
+        recompute_layers(model, recompute)
+        for _ in range(3):  # of the first ones memory is taken, which the others take again
+            model.zero_grad()
+            torch.cuda.reset_peak_memory_stats()
+            loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
+            loss.backward()
+        torch.cuda.synchronize()
+        peaks[recompute], losses[recompute] = torch.cuda.max_memory_allocated(), loss.detach()
+        gradients[recompute] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    assert torch.equal(losses["full"], losses["offload"])
+    assert torch.equal(gradients["full"], gradients["offload"])
+    assert peaks["full"] - peaks["offload"] > (layers - 4) * rows * tokens * hidden * 2
 
 
 def test_experts_in_one_call_match_a_loop_and_the_host_does_not_wait() -> None:

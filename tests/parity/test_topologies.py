@@ -113,3 +113,19 @@ def test_attention_that_is_kept_trains_what_one_process_trains(
     given = {"recompute": "keep_attention", "attn_implementation": "sdpa", "steps": 1}
     for outcome in prove(topologies=topologies, **given | options):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("topologies", "options"),
+    [
+        pytest.param(("tp=2,sp", "pp=2"), {"family": "llama"}),
+        pytest.param(("dp=2,dp_shard", "cp=2", "pp=2,interleave=2"), {"family": "llama"}, marks=pytest.mark.proof),
+        pytest.param(("tp=2,sp,ep=2",), {"family": "qwen3_moe"}, marks=pytest.mark.proof),
+    ],
+)
+def test_inputs_of_layers_on_the_host_train_what_one_process_trains(
+    topologies: tuple[str, ...], options: Any, prove: Prove
+) -> None:
+    for outcome in prove(topologies=topologies, recompute="offload", steps=1, **options):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)

@@ -34,7 +34,7 @@ from tests.ranks import test_training_experts as experts
 from tests.run_files import untimed_metrics_of
 
 folder = experts.folder  # a fixture
-LAYERS, MODES = 4, ("none", 2, "full", "keep_attention")
+LAYERS, MODES = 4, ("none", 2, "full", "keep_attention", "offload")
 Found = dict[str | int, dict[str, Any]]
 
 

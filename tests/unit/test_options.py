@@ -315,7 +315,7 @@ def test_products_are_in_float8_where_the_run_file_says_so(
     assert len(calls) == {None: 0, "fp8_backward": own - 3, "fp8": 2 * own - 3}[compute]
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2), ("keep_attention", 2)])
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2), ("keep_attention", 2), ("offload", 2)])
 def test_layers_are_computed_twice_where_the_run_file_says_so(
     recompute: str, times: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

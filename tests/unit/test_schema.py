@@ -89,6 +89,7 @@ def test_every_example_is_valid_and_names_the_schema(file: Path) -> None:
         ("train.schedule", "constant_with_warmup"),
         ("train.on_spike", {"factor": 3, "then": "note"}),
         ("train.recompute", "keep_attention"),
+        ("train.recompute", "offload"),
         ("train.epochs", None),
         ("data.packing", True),
         ("data.train_on", ["assistant"]),

@@ -109,7 +109,7 @@ MISTAKES: dict[str, Case] = {
         setting("train.replica_check_every", -1), "train.replica_check_every=-1", "not negative"
     ),
     "recompute_unknown": case(
-        setting("train.recompute", "all"), "train.recompute=all", "none, full, keep_attention or a"
+        setting("train.recompute", "all"), "train.recompute=all", "none, full, keep_attention, offload or a"
     ),
     "recompute_of_eager_attention": case(
         several(setting("train.recompute", "keep_attention"), setting("model.attn_implementation", "eager")),
@@ -118,7 +118,7 @@ MISTAKES: dict[str, Case] = {
         "use model.attn_implementation: sdpa, or train.recompute: full",
     ),
     "recompute_every_zeroth_layer": case(
-        setting("train.recompute", 0), "train.recompute=0", "none, full, keep_attention or a"
+        setting("train.recompute", 0), "train.recompute=0", "none, full, keep_attention, offload or a"
     ),
     "recompute_beyond_the_model": case(setting("train.recompute", 3), "train.recompute=3", "use at most 2"),
     "packing_with_another_attention": case(

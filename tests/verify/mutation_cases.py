@@ -749,6 +749,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "llama", "topologies": ("tp=2,sp",), "recompute": "keep_attention", "attn_implementation": "sdpa"},
         {"kept_attention_of_the_layer_before": ("backward", f"{LAST_MLP}.up_proj", "")},
     ),
+    "layers that run twice, from inputs that waited on the host": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "recompute": "offload"},
+        dict.fromkeys(needing("offloaded"), ("backward", "model.layers.0.mlp.up_proj", "")),
+    ),
     "attention that runs once, of keys and values that pass by": (
         {"family": "llama", "topologies": ("cp=3,ring",), "recompute": "keep_attention", "attn_implementation": "sdpa"},
         {"kept_ring_goes_round_again": ("collectives", "backward alltoall", "")},

@@ -291,14 +291,15 @@ def test_attention_of_the_run_is_that_of_the_proof(of_run: str | None, of_proof:
 
 def test_recomputation_of_the_run_is_that_of_the_proof(tmp_path: Path) -> None:
     run, keys = _prepared(tmp_path), {}
-    for recompute, of_proof in (("none", False), ("full", True), (2, True), ("keep_attention", "keep_attention")):
+    by_name = [("keep_attention", "keep_attention"), ("offload", "offload")]
+    for recompute, of_proof in (("none", False), ("full", True), (2, True), *by_name):
         train = dataclasses.replace(run.config.train, recompute=recompute)
         one = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
         proof, key = module.proof_of(one, tmp_path / "cache")
         assert proof.case.recompute == of_proof
         keys[recompute] = key
     assert keys["full"] == keys[2]
-    assert len({*keys.values()}) == 3, "a proof of one is none of another"
+    assert len({*keys.values()}) == 4, "a proof of one is none of another"
 
 
 @pytest.mark.parametrize("topology", ["dp=1", "tp=2"])

@@ -166,12 +166,12 @@ def test_recomputation_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPat
     """What attention gave can be kept with sdpa alone, on both sides."""
     asked: list[Request] = []
     monkeypatch.setattr(command, "verify", lambda request, **_: asked.append(request))
-    for words in ([], ["--recompute"], ["--recompute", "keep_attention"]):
+    for words in ([], ["--recompute"], ["--recompute", "offload"], ["--recompute", "keep_attention"]):
         main(["verify", *FAMILY, *TP2, *words])
     found = [(request.recompute, request.attn_implementation) for request in asked]
-    assert found == [(False, "eager"), (True, "eager"), ("keep_attention", "sdpa")]
+    assert found == [(False, "eager"), (True, "eager"), ("offload", "eager"), ("keep_attention", "sdpa")]
     of_runs = [run_config(prepare_proof(request).case, "tp=2", Path("unused")) for request in asked]
-    assert [config.train.recompute for config in of_runs] == ["none", "full", "keep_attention"]
+    assert [config.train.recompute for config in of_runs] == ["none", "full", "offload", "keep_attention"]
     with pytest.raises(
         UnsupportedError, match=r"keep_attention with attn_implementation=eager.*use model.attn_implementation"
     ):

@@ -85,9 +85,9 @@ def _add_run(verify: argparse.ArgumentParser) -> None:
         nargs="?",
         const=True,
         default=False,
-        choices=[True, "keep_attention"],
-        metavar="keep_attention",
-        help="train.recompute: full, or keep_attention, with sdpa on both sides; against none",
+        choices=[True, "keep_attention", "offload"],
+        metavar="HOW",
+        help="train.recompute: full, offload, or keep_attention, with sdpa on both sides; against none",
     )
     verify.add_argument("--quantization", metavar="KIND", help="nf4, int8, mxfp4, nvfp4, fp8, keep; of twins gptq, awq")
     verify.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")

@@ -35,6 +35,7 @@ from meshlora.run.followed import stream_of
 from meshlora.run.graphs.choice import with_graphs
 from meshlora.run.learning_rate import notes_of_rate
 from meshlora.run.length import in_steps, notes_in_steps, num_steps
+from meshlora.run.offload import notes_of_offload
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.output import check_output, holds_run
 from meshlora.run.packing_check import check_packing
@@ -173,7 +174,10 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         ),
         samples=samples,
         answers=answers,
-        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train, *of_graphs),
+        notes=(
+            *(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
+            *(*notes_of_offload(config, blueprint, data.train), *of_graphs),
+        ),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
         asking=recorded(data.form, options, data.tokenizer),

@@ -8,7 +8,7 @@ under torch's `early_stop` a rank would leave the second forward once *it* has w
 be earlier than its neighbours. No random state is kept, as nothing in a training forward is random.
 
 Of `keep_attention` the second forward does not run attention, whose work grows with the square of a row: what its
-kernels gave is kept (`layers.kept_attention`).
+kernels gave is kept (`layers.kept_attention`). Of `offload` the inputs of layers wait in host memory (`run.offload`).
 """
 
 from __future__ import annotations
@@ -26,17 +26,20 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshlora.adapter.attach import runtime
 from meshlora.layers.kept_attention import KeptAttention
 from meshlora.plan.derive import decoder_layers
+from meshlora.run.offload import Offload
 from meshlora_ground.compat.transformers_models import attention_of, checkpoint_with
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import is_lifted, lift
 
 KEEP_ATTENTION: Literal["keep_attention"] = "keep_attention"
+OFFLOAD: Literal["offload"] = "offload"
 
 
 def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
     """Make `model` recompute the layers selected by `recompute` in the backward.
 
-    recompute: "none", "full", "keep_attention": all layers but their attention; or n: layers 0, n, 2n, ...
+    recompute: "none", "full", "keep_attention": all layers but their attention; "offload": all, from inputs in host
+        memory; or n: layers 0, n, 2n, ...
 
     Raises:
         UnsupportedError: as in `check_recompute`.
@@ -46,11 +49,19 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
     if not every:
         return
     name, layers = decoder_layers(model)
+    offload, is_first = Offload(), True
     for number, layer in enumerate(layers):
         if not runtime(model).plan.holds(f"{name}.{number}"):
+            is_first = True
             continue
         layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
-        checkpoint_with(layer, _checkpointed_but_attention if recompute == KEEP_ATTENTION else _checkpointed)
+        function: Callable[..., Any] = _checkpointed
+        if recompute == KEEP_ATTENTION:
+            function = _checkpointed_but_attention
+        elif recompute == OFFLOAD:
+            function = functools.partial(_checkpointed_on_host, offload, is_first)
+        checkpoint_with(layer, function)
+        is_first = False
 
 
 def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
@@ -91,16 +102,25 @@ def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
         raise UnsupportedError(given, rule, "use model.attn_implementation: sdpa, or train.recompute: full")
 
 
-def recompute_of(asked: bool | Literal["keep_attention"]) -> str:
+def recompute_of(asked: bool | Literal["keep_attention", "offload"]) -> str:
     """`train.recompute` of a proof: of all layers, or of none."""
-    if asked == KEEP_ATTENTION:
-        return KEEP_ATTENTION
+    if isinstance(asked, str):
+        return asked
     return "full" if asked else "none"
+
+
+def asked_of(recompute: str | int) -> bool | Literal["keep_attention", "offload"]:
+    """What a proof is asked for, of `train.recompute` of a run."""
+    if recompute == KEEP_ATTENTION:
+        return KEEP_ATTENTION
+    if recompute == OFFLOAD:
+        return OFFLOAD
+    return recompute != "none"
 
 
 def _every(recompute: str | int) -> int:
     """The distance between recomputed layers, 0 for none."""
-    return recompute if isinstance(recompute, int) else {"none": 0, "full": 1, KEEP_ATTENTION: 1}[recompute]
+    return recompute if isinstance(recompute, int) else {"none": 0, "full": 1, KEEP_ATTENTION: 1, OFFLOAD: 1}[recompute]
 
 
 def _checkpointed(function: Callable[..., Any], *args: Any, kept: KeptAttention | None = None) -> Any:
@@ -117,6 +137,14 @@ def _checkpointed(function: Callable[..., Any], *args: Any, kept: KeptAttention 
 
 def _checkpointed_but_attention(function: Callable[..., Any], *args: Any) -> Any:
     return _checkpointed(function, *args, kept=KeptAttention())  # of this layer and micro-batch: freed with its graph
+
+
+def _checkpointed_on_host(offload: Offload, is_first: bool, function: Callable[..., Any], *args: Any) -> Any:
+    if not args:  # what is named stays in the closure of the second forward
+        rule = "layers of this family take their input by name, where it cannot be replaced"
+        raise UnsupportedError(f"train.recompute={OFFLOAD}", rule, "use train.recompute: full")
+    with offload.saving(args[0], is_first=is_first):
+        return _checkpointed(function, *args)
 
 
 def _contexts(

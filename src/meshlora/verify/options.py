@@ -38,8 +38,9 @@ class Request:
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
             optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization, compute: as in a run file.
             schedule and its options: too, for a peak of 0.01. recompute: of all layers,
-            "keep_attention": but for their attention. resume: our side stops before its last step and resumes from its
-            checkpoint. adapters: from 2 on, also prove that many trained together, each against itself alone.
+            "keep_attention": but for their attention, "offload": from inputs on the host. resume: our side stops
+            before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many trained
+            together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
@@ -65,7 +66,7 @@ class Request:
     seed: int = SEED
     objective: Objective = field(default_factory=Sft)
     packing: bool | Literal["auto"] = False
-    recompute: bool | Literal["keep_attention"] = False
+    recompute: bool | Literal["keep_attention", "offload"] = False
     resume: bool = False
     routed: bool | Literal["auto"] = False
     images: bool = False

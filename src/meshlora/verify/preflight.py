@@ -25,7 +25,7 @@ from meshlora.plan.own_dropouts import dropout_fields
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED
 from meshlora.run.prepared import Prepared
-from meshlora.run.recompute import KEEP_ATTENTION
+from meshlora.run.recompute import asked_of
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.options import Request, of_schedule
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -300,7 +300,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         packing=run.config.data.packing if run.config.data.packing != "rows" else True,  # its steps are those of true
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",
-        recompute=KEEP_ATTENTION if train.recompute == KEEP_ATTENTION else train.recompute != "none",
+        recompute=asked_of(train.recompute),
         # Of the schedule its kind and ends: steps and rates are the twin's own.
         **of_schedule(
             train.schedule,

@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence (with --one-gpu: 1024)")
     plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
     plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
-    plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
+    plan.add_argument("--recompute", metavar="R", help="none, full, offload or n (default: the fastest of the others)")
     plan.add_argument(
         "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
     )
@@ -127,9 +127,8 @@ def _choose(options: argparse.Namespace) -> None:
     for note in notes_of_whole(problem.blueprint.on(best.topology).plan):
         console.say(f"note: {note}")
     if not best.fits:  # shown all the same, for what comes nearest
-        missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
         way_out = "use more GPUs, or shorter sequences"
-        raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
+        raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {best.missing}; {way_out}")
     if options.gradients:
         console.print(gradient_table(problem.small.on(best.topology, has_stages=False).plan))
     found = show.as_json(problem, choice)
@@ -310,10 +309,10 @@ def _lora(file: str | None) -> Any:
 
 
 def _recompute(text: str | None) -> str | int | None:
-    if text is None or text in ("none", "full"):
+    if text is None or text in ("none", "full", "offload"):
         return text
     if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"--recompute {text}", "it must be none, full or a number n, for every n-th layer")
+        raise UserError(f"--recompute {text}", "it must be none, full, offload or a number n, for every n-th layer")
     return int(text)
 
 

@@ -428,7 +428,8 @@ def hardware_of(mesh: Mesh, timings: Sequence[Timing]) -> dict[str, Any]:
     """All fields of `Hardware`, with those that follow from `timings` of its samples. Collective over all ranks."""
     (per_node, nodes), device = machines(mesh), mesh.device
     name, threads = "cpu", f", {torch.get_num_threads()} threads each"
-    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / per_node  # shared by its ranks
+    host_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    memory_gb = host_gb / per_node  # shared by its ranks
     if device.type == "cuda":
         name, threads, memory_gb = torch.cuda.get_device_name(device), "", torch.cuda.mem_get_info(device)[1] / 1e9
     return {
@@ -438,6 +439,7 @@ def hardware_of(mesh: Mesh, timings: Sequence[Timing]) -> dict[str, Any]:
         "nodes": nodes,
         "gpus_per_node": per_node,
         "memory_gb": memory_gb,
+        "host_memory_gb": host_gb,
         **fields_of(timings, waits=device.type == "cpu"),
         "source": f"measured on {mesh.topology.world} {device.type} ranks at once as {mesh.topology}{threads}, "
         f"torch {torch.__version__}",

@@ -85,6 +85,7 @@ class Prediction:
         chunk_bytes: local logits of one chunk of the loss.
         parts_s: seconds of each part of a step, of the busiest pp rank. The parts run one after another: only gathers
             of sharded weights overlap with kernels, and count with their exposed time.
+        usable_bytes: of a GPU. host_bytes: of inputs of layers on one machine. host_room: of its memory, 0: not known.
     """
 
     topology: Topology
@@ -97,6 +98,8 @@ class Prediction:
     traffic: Mapping[str, Traffic]
     parts_s: Mapping[str, float]
     usable_bytes: int
+    host_bytes: int
+    host_room: int
 
     @property
     def fullest(self) -> RankCost:
@@ -121,7 +124,16 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.memory_bytes <= self.usable_bytes
+        has_host = not self.host_room or self.host_bytes <= self.host_room
+        return has_host and self.memory_bytes <= self.usable_bytes
+
+    @property
+    def missing(self) -> str:
+        """What is lacking, in words, where it does not fit."""
+        if self.memory_bytes > self.usable_bytes:
+            return f"{(self.memory_bytes - self.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
+        too_much = (self.host_bytes - self.host_room) / 1e9
+        return f"inputs of layers are {too_much:,.1f} GB too much for the memory of a machine"
 
     @property
     def time_s(self) -> float:
@@ -347,10 +359,10 @@ def _recomputations(problem: Problem) -> list[Recompute]:
 
 
 def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
-    """Whether each of `number` layers is recomputed: none, full, or layers 0, n, 2n, ..."""
+    """Whether each of `number` layers is recomputed: none, full, offload, or layers 0, n, 2n, ..."""
     if isinstance(recompute, int):
         return tuple(index % recompute == 0 for index in range(number))
-    return (recompute == "full",) * number
+    return (recompute != "none",) * number
 
 
 @dataclass(frozen=True)
@@ -418,7 +430,8 @@ def _prediction(
     for number, (part, held) in enumerate(zip(parts, states, strict=True)):
         recomputed = [again[layer] for layer in part.layers]
         # Of the whole turn order.
-        peak = _peak_of_rank(number, part, memory, one.flow, held, sizes, recomputed, micro_batches)
+        offloads = recompute == "offload"
+        peak = _peak_of_rank(number, part, memory, one.flow, held, sizes, recomputed, micro_batches, offloads)
         of_rank = dataclasses.replace(small, plan=part.plan)
         messages = messages_of(part.shrunk, of_rank, one.flow, sizes, held, recomputed=recomputed)
         ranks.append(RankCost(held, peak, tuple(messages)))
@@ -444,6 +457,8 @@ def _prediction(
             "update": gpu.work_s(update, is_half=False),
         },
         gpu.usable_bytes,
+        max(rank.peak.host for rank in ranks) * min(gpu.gpus_per_node, topology.world),
+        int(1e9 * gpu.host_memory_gb),
     )
 
 
@@ -456,6 +471,7 @@ def _peak_of_rank(
     sizes: Sizes,
     recomputed: Sequence[bool],
     micro_batches: int,
+    offloads: bool,
 ) -> Peak:
     topology, stream = part.plan.topology, sizes.tokens * sizes.token_bytes
     tables = (memory.before.end - stream) / topology.size_over(TOKENS)  # each rank has its own tokens'
@@ -468,7 +484,7 @@ def _peak_of_rank(
         dp=topology.size_over(DATA),
         stages=part.stages,
         turns=list(turns_of(topology, number, shown_micro_batches(topology, micro_batches))),
-        prologue=Prologue(stream, tables, flow.is_trained_before),
+        prologue=Prologue(stream, tables, flow.is_trained_before, offloads),
     )
 
 

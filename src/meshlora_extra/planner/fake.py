@@ -119,7 +119,8 @@ class FakeRun(TorchDispatchMode):
 
     Attributes:
         phase: set by the caller, recorded with each collective. calls: collective -> count. live_bytes: of all storages
-            that the mode has seen and that still exist. sections: name -> the record of its last run.
+            that the mode has seen and that still exist. most_on_host: of inputs of layers that waited there at once.
+            sections: name -> the record of its last run.
     """
 
     def __init__(self, device: str = "cuda") -> None:
@@ -128,6 +129,7 @@ class FakeRun(TorchDispatchMode):
         self.phase = "forward"
         self.calls: Counter[Call] = Counter()
         self.live_bytes = 0
+        self.most_on_host = self._bytes_on_host = 0
         self.sections: dict[str, Section] = {}
         self._section: Section | None = None
         self._sizes: dict[int, int] = {}
@@ -209,6 +211,19 @@ class FakeRun(TorchDispatchMode):
             self._made[key] = torch.arange(0, stop, step, device=device)
             self._is_off = False
         return self._made[key]
+
+    def on_host(self, tensor: Tensor, num_bytes: int) -> Tensor:
+        """What `tensor` is copied to, out of the device: no memory of it, and `num_bytes` of the host's."""
+        self._is_off = True
+        host = torch.empty_like(tensor)
+        self._is_off = False
+        self._change_host(num_bytes)
+        weakref.finalize(host, self._change_host, -num_bytes)
+        return host
+
+    def _change_host(self, num_bytes: int) -> None:
+        self._bytes_on_host += num_bytes
+        self.most_on_host = max(self.most_on_host, self._bytes_on_host)
 
     def _block(self, masks: RowsOfMask, rows: slice, own: slice, positions: np.ndarray) -> Block:
         """Replacement of `RowsOfMask._block`, which reads the columns of a mask: here from the first that the first

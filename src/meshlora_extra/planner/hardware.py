@@ -35,7 +35,7 @@ class Hardware:
 
     Attributes:
         memory_gb: as in datasheets, 1e9 bytes. usable_memory: share available to tensors; the rest is the context,
-            kernels' buffers and fragmentation.
+            kernels' buffers and fragmentation. host_memory_gb: of a machine; 0: not known.
         half_tflops: dense bf16 and fp16. full_tflops: fp32 (not tf32).
         matmul_efficiency: share of these that matrix products reach. memory_gb_s: bandwidth of the GPU's memory.
             memory_efficiency: share of it that is reached.
@@ -65,6 +65,7 @@ class Hardware:
     network_gb_s: float
     gpus_per_node: int = 8
     usable_memory: float = 0.92
+    host_memory_gb: float = 0.0
     matmul_efficiency: float = 0.6
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8

@@ -261,29 +261,37 @@ def _grown(one: Any, two: Any, times: float) -> Any:
 class Peak:
     """Bytes of a step beyond the states. activations: saved for the backward. working: the peak beyond them.
 
-    largest: the peak of all but the states, gradients included.
+    largest: the peak of all but the states, gradients included. host: of inputs of layers that wait there.
     """
 
     activations: int
     working: int
     largest: int
+    host: int = 0
 
 
 @dataclass(frozen=True)
 class Prologue:
-    """What several stages need to know of what is before the layers.
+    """What layers are given, and where their inputs wait for the backward.
 
     Attributes:
         stream: bytes of the whole residual stream. tables: of what is made there the bytes that layers keep, as rotary
             tables. is_trained_before: whether the input of the first layer requires grad.
+        offloads: whether inputs of layers, all of them recomputed, wait on the host.
     """
 
     stream: float = 0.0
     tables: float = 0.0
     is_trained_before: bool = False
+    offloads: bool = False
 
 
 _NOTHING = Prologue()
+
+
+def _pinned(num_bytes: float) -> int:
+    """Of a buffer that torch pins: a power of two."""
+    return int(2 ** math.ceil(math.log2(max(1.0, num_bytes))))
 
 
 @dataclass
@@ -297,9 +305,15 @@ class _Walk:
     prologue: Prologue
     start: float
     activations: float = 0.0
+    host: float = 0.0
+    most_on_host: float = 0.0
 
     def __post_init__(self) -> None:
         self.live = self.most = self.start
+
+    def input_of(self, index: int, stage: Stage) -> float:
+        """Bytes of the input of layer `index`."""
+        return self.memory.layers[self.order[max(index - 1, stage.start)]].output
 
     def run(self, phase: Phase, beside: float = 0.0) -> None:
         self.most = max(self.most, self.live + beside + phase.peak)
@@ -313,19 +327,30 @@ class _Walk:
         before = 0  # the buffer of the layer before lives until this one's is copied out
         for index in range(stage.start, stage.stop):
             layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
+            if (
+                self.prologue.offloads and index > stage.start + 1
+            ):  # the first input is held by the model until its forward ends
+                self.live -= self.input_of(index - 1, stage)
             self.run(Phase(2 * whole + before, 0))
             phase = layer.forward
             if self.recomputed[index]:
                 phase = Phase(phase.peak, layer.output)  # the rest is dropped, and made again in the backward
             self.run(phase, beside=2 * whole)
             before = whole
+        if self.prologue.offloads:
+            for index in range(stage.start, stage.stop):
+                self.host += _pinned(self.input_of(index, stage))
+            self.most_on_host = max(self.most_on_host, self.host)
         self.activations = max(self.activations, self.live - self.start)
+        if self.prologue.offloads and stage.stop - stage.start > 1 and not stage.is_first:
+            self.live -= self.input_of(stage.start, stage)
         if stage.is_last:
             self.run(self.memory.after)
             self.run(self.memory.chunk)
         else:
             # The input of the first layer.
-            keeps = stage.is_first and (self.recomputed[stage.start] or self.prologue.is_trained_before)
+            is_kept = self.recomputed[stage.start] and not self.prologue.offloads
+            keeps = stage.is_first and (is_kept or self.prologue.is_trained_before)
             kept = self.memory.layers[self.order[stage.start]].output if keeps else 0.0
             sent = self.memory.layers[self.order[stage.stop - 1]].output
             self.run(Phase(self.prologue.stream, kept + self.prologue.tables - self.memory.before.end - sent))
@@ -338,6 +363,8 @@ class _Walk:
             self.run(Phase(received, received))
         for index in reversed(range(stage.start, stage.stop)):
             layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
+            if self.prologue.offloads and index > stage.start:  # that of the layer before is fetched meanwhile
+                self.run(Phase(0, self.input_of(index - 1, stage)))
             new = 0.0 if accumulates else layer.gradients  # they exist from the micro-batch before
             # The end of the traced backward includes its gradients.
             back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
@@ -347,6 +374,8 @@ class _Walk:
                 back = Phase(max(layer.forward.peak, layer.saved + back.peak), end)
             self.run(Phase(2 * whole, 0))
             self.run(back, beside=whole + (self.gathered[index - 1] if index > stage.start else 0))
+            if self.prologue.offloads:
+                self.host -= _pinned(self.input_of(index, stage))
 
 
 def peak_of(
@@ -380,16 +409,24 @@ def peak_of(
     start = float(states.gradients) if accumulates else 0.0
     walk = _Walk(memory, order, recomputed, gathered, prologue, start)
     held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
+    here, of_last = (-1, -1), 0.0  # the last forward, and the input of its last layer
     for number, place, is_forward in turns:
-        before = walk.live
         if is_forward:
+            if prologue.offloads and here in held:  # it lets go of its last layer's input
+                walk.live -= of_last
+                held[here] -= of_last
+            before = walk.live
             walk.forward(stages[place])
-            held[number, place] = walk.live - before
+            here, of_last = (number, place), walk.input_of(stages[place].stop - 1, stages[place])
+            held[here] = walk.live - before
         else:
+            before = walk.live
+            if prologue.offloads and here != (number, place):
+                walk.run(Phase(0, walk.input_of(stages[place].stop - 1, stages[place])))
             walk.backward(stages[place], accumulates=accumulates)
             walk.live = before - held.pop((number, place))  # frees what its forward kept
     # A bucket is reduced as a flat copy, out of place; the norm squares one parameter at a time in fp64.
     summed = 2 * max(states.buckets.values(), default=0)
     # In a turn, in the reduction, in the norm.
     most = max(walk.most, states.gradients + summed, states.gradients + 4 * states.largest)
-    return Peak(int(walk.activations), int(most - walk.activations), int(most))
+    return Peak(int(walk.activations), int(most - walk.activations), int(most), int(walk.most_on_host))

@@ -82,8 +82,9 @@ class Problem:
 
     def _check_recompute(self) -> None:
         given, layers = f"--recompute {self.recompute}", decoder_layers(self.model)[1]
-        if self.recompute != "full" and not (isinstance(self.recompute, int) and 1 <= self.recompute <= len(layers)):
-            raise UserError(given, f"it must be none, full or a number n from 1 to {len(layers)}")
+        is_number = isinstance(self.recompute, int) and 1 <= self.recompute <= len(layers)
+        if self.recompute not in ("full", "offload") and not is_number:
+            raise UserError(given, f"it must be none, full, offload or a number n from 1 to {len(layers)}")
         if not self.can_recompute:
             raise UserError(given, "the layers of this family cannot be computed twice", "use none")
 

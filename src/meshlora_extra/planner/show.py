@@ -104,6 +104,11 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
         table.add_row(name, f"{number / _GB:,.2f} GB")
     table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
     table.add_row("room on a GPU", f"{prediction.usable_bytes / _GB:,.2f} GB", end_section=True)
+    if prediction.host_bytes:
+        words = f"{prediction.host_bytes / _GB:,.2f} GB"
+        if prediction.host_room:
+            words += f" of {prediction.host_room / _GB:,.0f}"
+        table.add_row("inputs of layers on a machine", words, end_section=True)
     shows = {
         "gathers of weights": prediction.topology.dp_shard,
         "waiting for other stages": prediction.topology.num_stages > 1,
@@ -156,9 +161,11 @@ def why_best(choice: Choice) -> list[str]:
 
 
 def _lack(other: Prediction) -> str:
-    missing = other.memory_bytes - other.usable_bytes
+    missing = f"by {(other.memory_bytes - other.usable_bytes) / _GB:,.1f} GB"
+    if other.memory_bytes <= other.usable_bytes:
+        missing = f"({other.missing})"
     return (
-        f"{other.topology}: does not fit by {missing / _GB:,.1f} GB, even with micro-batches of "
+        f"{other.topology}: does not fit {missing}, even with micro-batches of "
         f"{other.micro_batch} and recompute {other.recompute}"
     )
 
@@ -247,6 +254,7 @@ def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]
         "fits": prediction.fits,
         "memory_bytes": prediction.memory_bytes,
         "memory": memory_parts(prediction),
+        "host_bytes": prediction.host_bytes,
         "time_s": prediction.time_s,
         "times_s": prediction.parts_s,
         "tokens_per_s_per_gpu": prediction.tokens_per_s(problem.global_batch, problem.seq),
@@ -290,6 +298,8 @@ def simulated(simulation: Simulation) -> Table:
     for name in ("predicted", "seen"):
         table.add_column(name, justify="right")
     for name, (predicted, seen) in rank.bytes.items():
+        if name == "host" and not predicted + seen:
+            continue
         table.add_row(f"{name}, GB", f"{predicted / _GB:,.3f}", f"{seen / _GB:,.3f}")
     for phase in ("forward", "loss", "backward", "step"):
         table.add_row(f"collectives, {phase}", _of_phase(rank.predicted_calls, phase), _of_phase(rank.calls, phase))

@@ -24,6 +24,7 @@ from meshlora.run.allocator import most_resident_bytes
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.eight_bit import AdamW8bit
 from meshlora.run.lora_fa import LoraFA
+from meshlora.run.offload import Lane, host_bytes
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
@@ -37,6 +38,7 @@ from meshlora_extra.planner.memory import local_shape
 from meshlora_extra.planner.pipeline import shown_micro_batches
 from meshlora_extra.planner.problem import Problem
 from meshlora_extra.planner.trace import assemble
+from meshlora_ground.compat import replaced
 from meshlora_ground.compat.torch_distributed import meta_parameters_allowed
 
 MOST_ERROR = 0.05
@@ -117,7 +119,8 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
         expected = Counter(local_shape(parameter, plan) for name, parameter in trained.items() if plan.holds(name))
         # Real groups, which assemble needs with shards.
         mesh = open_mesh(topology, copies=blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
-        with run, meta_parameters_allowed():
+        out = replaced(Lane, "out", lambda _, tensor: (run.on_host(tensor, host_bytes(1, tensor.nbytes)), None))
+        with run, meta_parameters_allowed(), out:
             assemble(model, dataclasses.replace(blueprint, plan=plan), mesh, run, optimizer=problem.optimizer)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are computed once, from the whole base
@@ -153,6 +156,7 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
             "gradients": (held.gradients, grads),
             "moments": (held.moments, moments),
             "peak": (predicted.memory_bytes, states + moments + largest),
+            "host": (predicted.peak.host, run.most_on_host),
         },
         tuple(wrong),
     )

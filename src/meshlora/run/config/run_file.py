@@ -359,7 +359,7 @@ class TrainConfig:
             width); 0: none.
         router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
         recompute: activation checkpointing of decoder layers: none; full; keep_attention: all of them, but what sdpa
-            gave is kept; or a number n: every n-th layer.
+            gave is kept; offload: full, with the layers' inputs in host memory; or a number n: every n-th layer.
         cuda_graphs: forward and backward of a micro-batch recorded and replayed as a CUDA graph: off; auto, where it
             can be; on, or refused.
         routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
@@ -448,9 +448,9 @@ class TrainConfig:
             check_path(f"train.{name}", getattr(self, name) or "")
         check_numbers("train", self)
         require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
-        by_name = "none", "full", "keep_attention"
+        by_name = "none", "full", "keep_attention", "offload"
         is_known = self.recompute in by_name if isinstance(self.recompute, str) else self.recompute >= 1
-        rule = "none, full, keep_attention or a number n from 1, for every n-th layer"
+        rule = "none, full, keep_attention, offload or a number n from 1, for every n-th layer"
         require(is_known, "train.recompute", self.recompute, rule)
         self._check_schedule()
         self._check_keeping()
