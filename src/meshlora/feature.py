@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "mixers", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "tables", "found", "encoders", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "tables", "found", "names")
+WINGS += ("encoders", "proved")
 
 
 class Feature:
@@ -268,6 +269,11 @@ class Feature:
         """`adapter.targets`, `adapter.attach`: how the factors of an adapter begin; None: as the core draws them.
         Raises: UserError, UnsupportedError: an option, in words of the wing's own."""
         return None
+
+    def names_in_file(self, model: Any, targets: Mapping[str, Target]) -> Mapping[str, tuple[str, str]]:
+        """`adapter.targets`, last: target -> its module and that module's name in PEFT's file, where it is another.
+        Raises: UnsupportedError: PEFT changes its own name, and takes no other for it."""
+        return {}
 
     def with_stored_parameters(self, config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:
         """`adapter.plan`: the configuration with the `target_parameters` to store."""

@@ -21,6 +21,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.model_class import model_class
+from meshlora_ground.names_in_file import names_to_write
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_judge import experts
 from meshlora_judge.pieces import mask_of, pieces_of
@@ -96,7 +97,22 @@ def write_adapter(
         if share_experts:
             own_file["share_experts"] = True
         (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
-    save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    named = _as_peft_loads(peft_model, drawn)
+    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _as_peft_loads(peft_model: Any, drawn: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`drawn` under keys that PEFT loads as those of `drawn`: of some families it does not load what it saves."""
+    module_of: dict[str, str] = {}
+    for key in drawn:
+        if ".lora_" in key:
+            module_of[key] = key.removeprefix(experts.PREFIX).partition(".lora_")[0]
+    renamed = names_to_write(peft_model.get_base_model(), dict.fromkeys(module_of.values()))
+    found: dict[str, Tensor] = {}
+    for key, value in drawn.items():
+        module = module_of.get(key, "")
+        found[key.replace(module, renamed.get(module, module), 1)] = value
+    return found
 
 
 def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *, trust_remote_code: bool) -> Any:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
+from meshlora_ground.compat.peft_names import names_as_loaded
 from meshlora_ground.errors import reason
 from meshlora_ground.model_class import reads_pairs
 from meshlora_ground.tasks import PAIRED
@@ -80,6 +81,7 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
         found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG, task)
     except Exception as error:  # noqa: BLE001 - any error of PEFT on our file is a finding
         found.note = f"PEFT cannot read it: {reason(error)}"
+    model: Any = None
     try:
         drawn = LoraConfig.from_pretrained(str(root / FRESH))
         model = without_values(case.model, drawn, case.objective, trust_remote_code=case.trust_remote_code)
@@ -88,19 +90,23 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
 
     def factors(place: str) -> dict[str, Tensor]:
-        stored = in_experts(_tensors(root / place / WEIGHTS, stacks), stacks, in_file=True)
+        stored = in_experts(_tensors(root / place / WEIGHTS, stacks, model), stacks, in_file=True)
         return in_pieces(config, stored, case.pieces)
 
     found.first, found.last, found.fresh = factors(FIRST), factors(LAST), factors(FRESH)
     write_values(vars(found), root / _FOUND)
 
 
-def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
+def _tensors(file: Path, stacks: Mapping[str, Stack], model: Any) -> dict[str, Tensor]:
+    """model: that PEFT makes of a fresh adapter; None: it makes none."""
     try:
         stored = load_file(file)
     except (OSError, SafetensorError):
         return {}  # every name is then reported missing
-    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in stored.items()}
+    loaded: Mapping[str, str] = {}
+    if model is not None:
+        loaded = names_as_loaded(model.get_base_model(), stored)
+    tensors = {loaded.get(key, key).removeprefix(PREFIX): tensor for key, tensor in stored.items()}
     if '"ensure_weight_tying": true' in file.with_name(CONFIG).read_text(encoding="utf-8"):
         for name in [name for name in tensors if name.endswith("lm_head.weight")]:
             # PEFT stores the one copy under both names.

@@ -85,7 +85,7 @@ _SHARED_HEADS = {
 
 # How fields specify the kind of a layer: an entry per layer; a list of layers; the number of first or last layers of
 # the kind; or a period and, as the value here, the position in it.
-_PER_LAYER = re.compile(r"^(?!mtp_).*(layer|type|pattern|intermediate_size)")
+_PER_LAYER = re.compile(r"^(?!mtp_|kv_source_).*(layer|type|pattern|intermediate_size)")
 _INDEX_LISTS = {"mlp_only_layers", "moe_layers", "full_attn_idxs", "hybrid_layer_ids", "attn_layer_indices"}
 _INDEX_LISTS |= {"local_layer_ids", "cross_attention_layers"}
 # Fields of vision towers, of which a twin has two layers and 4 x 4 patches.
@@ -448,6 +448,8 @@ def _kind(layer: int, whole: dict[str, Any], total: int) -> list[Any]:
         elif _is_period(name, value, whole):
             offset = _PERIODS[name]
             kind.append(layer % value == (whole[offset] if isinstance(offset, str) else offset % value))
+        elif name == "kv_source_layers":
+            kind.append(value[layer] == layer)
         elif name == "per_layer_config":
             kind.append({int(k): v for k, v in value.items()}.get(layer))
     return kind
@@ -470,6 +472,8 @@ def _of_layers(name: str, value: Any, whole: dict[str, Any], layers: list[int]) 
         return [new for new, old in enumerate(layers) if old in value]
     if _is_per_layer(name, value, total):
         return [value[old] for old in layers]
+    if name == "kv_source_layers":  # a layer whose source is not kept has keys and values of its own
+        return [layers.index(value[old]) if value[old] in layers else new for new, old in enumerate(layers)]
     if name in _FIRST_LAYERS:
         return sum(old < value for old in layers)
     if name in _LAST_LAYERS:

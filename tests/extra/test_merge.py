@@ -87,6 +87,14 @@ def assert_merged(model: Path, adapter: Path, out: Path, *, base: Tensor | None 
     assert (logits(load(out)) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
 
 
+def test_names_that_peft_changes_on_loading_are_read_as_it_reads_them(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "laguna")
+    lora = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj", "down_proj"]}
+    write_adapter(model, lora, tmp_path / "adapter", seed=0, trust_remote_code=False)
+    assert any(".mlp.shared_expert." in key for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert_merged(model, tmp_path / "adapter", tmp_path / "out")
+
+
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"target_modules": "all-linear"}),
     "gpt2_conv1d": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"]}),

@@ -93,6 +93,7 @@ MASKS = "transformers.masking_utils"
 _CACHE = "transformers.cache_utils.Cache"
 _MODEL, _CONFIG = "transformers.PreTrainedModel", "transformers.PretrainedConfig"
 _REWRITE = "peft.utils.transformers_weight_conversion.convert_peft_config_for_transformers"
+_RENAME = "peft.utils.transformers_weight_conversion.convert_peft_adapter_state_dict_for_transformers"
 PRIVATE = [
     Private("TorchDispatchMode", "torch.utils._python_dispatch.TorchDispatchMode", "to count collectives"),
     Private("version_of", "torch.Tensor._version", "to notice that a tensor was written to since"),
@@ -221,6 +222,7 @@ PRIVATE = [
     ),
     Private("rewrite_targets", _REWRITE, "to keep PEFT from rewriting what is stored"),
     Private("targets_as_configured", _REWRITE, "to make PEFT follow the configuration"),
+    Private("names_as_loaded", _RENAME, "to know what PEFT makes of the names in a file"),
     Private(
         "is_stored_in_out",
         "peft.tuners.lora.ParamWrapper._did_swap_in_out_features",

@@ -253,6 +253,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "piece_on_the_next_in_file": ("saved_file", f"{_C_ATTN}.lora_B outside its pieces", "not those of its"),
         },
     ),
+    "names that PEFT changes": (
+        {"family": "laguna", "topologies": ("tp=2",)},
+        {"names_that_peft_changes_in_file": ("saved_file", "model.layers.1.mlp.shared_experts.gate_proj.lora_A", "")},
+    ),
     "an adapter that tokens invoke": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _INVOKED},
         {

@@ -329,6 +329,11 @@ class Feature(enum.StrEnum):
     RIDING = "riding", _model(lambda m: any(m.riders))  # under sp, activations are gathered with a region's input
     RIDING_TOGETHER = "riding_together", _model(lambda m: max(m.riders, default=0) > 1)  # several with one input
     PIECES = "pieces", _model(lambda m: m.has_pieces)  # targets are parts of fused matrices
+    # PEFT would load factors under the names of these families' modules as those of others.
+    OTHER_NAMES = (
+        "other_names",
+        _model(lambda m: m.plan.model_type in ("laguna", "mistral_large4", "deepseek_ocr2", "unlimited_ocr")),
+    )
     EXPERT_TARGET = "expert_target", _model(lambda m: m.lora.target_parameters)
     EMBEDDING_TARGET = "embedding_target", _model(lambda m: m.is_on_embedding)
     EMBEDDING_PADDING = (  # its gradient is zero for that token

@@ -36,6 +36,7 @@ from meshlora.adapter.targets.options import check_patterns, check_values
 from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
 from meshlora.layers.embedding import check_looked_up_alone
 from meshlora.wings.experts.per_expert import refuse_per_expert
+from meshlora_ground.compat.peft_names import names_as_loaded
 from meshlora_ground.compat.peft_targets import is_stored_in_out, targets_as_configured
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.float64 import wide_dtype
@@ -123,7 +124,8 @@ def read_changes(model: Any, folder: Path) -> Changes:
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
     with open_adapter(folder / WEIGHTS_FILE) as file:  # names alone: no tensor is read
-        names = file.names
+        loaded = names_as_loaded(model, file.names)
+        names = {loaded[name]: key for name, key in file.names.items()}
     refuse_per_expert(folder, names)
     check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
     base_names = set(model.state_dict())  # before PEFT wraps it

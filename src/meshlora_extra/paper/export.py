@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.formats.adapter_file import PREFIX, read_adapter_tensors, read_tensors
+from meshlora.adapter.formats.adapter_file import PREFIX, read_adapter_tensors, read_tensor
 from meshlora.adapter.formats.file_tensors import ExpertFactors, from_blocks, to_blocks
 from meshlora.adapter.formats.peft_format import (
     CONFIG_FILE,
@@ -148,7 +148,7 @@ def import_loralib(
         tensors, prefix = _without_wrappers(source, read_pickled(source))
         tensors, num_of_base = without_base(source, tensors, base)
     else:
-        tensors, prefix = _without_wrappers(source, read_tensors(source))
+        tensors, prefix = _without_wrappers(source, _read_tensors(source))
         with open_safetensors(source) as opened:
             metadata = _parse_metadata(source, (opened.metadata() or {}).get("loralib"))
     alpha = lora_alpha
@@ -456,8 +456,14 @@ def _write_file(target: Path, state: Mapping[str, Tensor], metadata: Mapping[str
         raise MeshloraError(f"{target}: it could not be written ({reason(error)})") from error
 
 
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file under the names they have there, checked by `read_tensor`."""
+    with open_safetensors(file) as opened:
+        return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
+
+
 def _compare(file: Path, meant: Mapping[str, Tensor]) -> None:
-    found = read_tensors(file)
+    found = _read_tensors(file)
     same = found.keys() == meant.keys() and all(
         torch.equal(found[key], meant[key]) and found[key].dtype == meant[key].dtype for key in meant
     )

@@ -98,12 +98,6 @@ def _is_second_copy(name: str, names: Collection[str]) -> bool:
     return match is not None and f"{match['owner']}.{match['leaf']}" in names
 
 
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of a safetensors file under the names they have there, checked by `read_tensor`."""
-    with open_safetensors(file) as opened:
-        return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
-
-
 def read_adapter_tensors(file: Path) -> dict[str, Tensor]:
     """All tensors of an adapter file under the names that PEFT loads, checked by `read_tensor`."""
     with open_adapter(file) as opened:

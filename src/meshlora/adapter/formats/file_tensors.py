@@ -110,6 +110,8 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
     for module, leaves in experts.items():
         for (leaf, side), key in peft_keys(module, leaves).items():
             found[f"{module}.{leaf}", side] = key
+    for (name, part), key in found.items():
+        found[name, part] = key.replace(*targets[name].in_file, 1)
     return found
 
 
@@ -275,9 +277,7 @@ def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[
 
 def _stack(factor: Tensor) -> Tensor:
     """View a linear as one expert."""
-    if factor.ndim == 3:
-        return factor
-    return factor.unsqueeze(0)
+    return factor.reshape(-1, *factor.shape[-2:])
 
 
 def _unstacked(factor: Tensor, target: Target) -> Tensor:

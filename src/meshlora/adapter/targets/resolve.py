@@ -57,6 +57,7 @@ class Target:
         is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
         is_swapped: PEFT's A is on the output side, its B on the input side.
         in_features, out_features: of the full matrix; V and H of the embedding. fused: layout of its pieces.
+        in_file: a module, and its name in PEFT's file where that is another.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Target:
     in_features: int = field(default=0, compare=False)
     out_features: int = field(default=0, compare=False)
     fused: Layout | None = field(default=None, compare=False, repr=False)
+    in_file: tuple[str, str] = field(default=("", ""), compare=False)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -169,6 +171,9 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     for name in (*plan.tables, *plan.linears, *plan.projections, *plan.matrices):
         if name in asked:
             targets[name] = _target(model, name, config, plan, by_weight=name in wrapped)
+    for feature in features():
+        for name, in_file in feature.names_in_file(model, targets).items():
+            targets[name] = dataclasses.replace(targets[name], in_file=in_file)
     _check_size(targets)
     return targets
 
@@ -243,19 +248,14 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
     target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), further, name in plan.tables)
     rule = plan.rule_of(name)
     if rule is None:
-        vocabulary, width = _embedding_size(model, plan, name)
-        return dataclasses.replace(target, in_features=vocabulary, out_features=width)
+        module, split = model.get_submodule(name), plan.parameters.get(f"{name}.weight")
+        vocabulary = split.layout.size if split else module.num_embeddings
+        return dataclasses.replace(target, in_features=vocabulary, out_features=module.embedding_dim)
     target = dataclasses.replace(target, in_features=rule.in_features, out_features=rule.out_features, fused=rule.fused)
     if not isinstance(rule, ExpertRule):
         return target
     shared = bool(getattr(config, "share_experts", False))
     return dataclasses.replace(target, num_experts=rule.with_factors.size, is_shared=shared, is_swapped=rule.is_swapped)
-
-
-def _embedding_size(model: Any, plan: ModelPlan, name: str) -> tuple[int, int]:
-    """(vocabulary, width) of the full embedding `name`."""
-    module, rule = model.get_submodule(name), plan.parameters.get(f"{name}.weight")
-    return (rule.layout.size if rule else module.num_embeddings), module.embedding_dim
 
 
 def _check_size(targets: Mapping[str, Target]) -> None:

@@ -14,8 +14,6 @@ from meshlora_ground.topology import LAYERS, TOKENS, Topology
 # Families for which a single process deviates from its own files, or cannot be compared.
 _REFUSED = {
     "emu3_text_model": "transformers stores it under a name that it does not load",
-    "laguna": "PEFT does not load the adapters that it saves of it: it renames those of its shared experts",
-    "mistral_large4": "PEFT does not load the adapters that it saves of it: it renames those of its experts",
     **dict.fromkeys(("pp_formulanet", "qwen2_5_omni"), "it is several models and has no input embedding"),
     **dict.fromkeys(
         ("qwen4_exp", "qwen4_exp_text"),
@@ -38,10 +36,6 @@ _REFUSED_SPLIT = {
     ),
     "big_bird": "it puts other modules in place of its attention's when it runs on short texts",
     "cpmant": "it takes the tokens of a prompt out of its stream after the layers, past the border of sp",
-    **dict.fromkeys(
-        ("deepseek_ocr2", "unlimited_ocr"),
-        "transformers takes the names of its own layers for older ones, and renames those of an adapter",
-    ),
     "molmo2": "transformers' forward asks for mm_token_type_ids in training, which text alone does not have",
     "xmod": "its layers choose rows of the stream by their language, in whole texts",
     "zaya": "its routers read those of the layer before, past the cut of sp",

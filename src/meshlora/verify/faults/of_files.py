@@ -101,3 +101,13 @@ def trained_weights_missing_in_file(full: Tensors, *_: Any, **__: Any) -> Tensor
 def piece_on_the_next_in_file(found: Tensors, target: Any) -> Tensors:
     """the saved B of an adapter on pieces is zero outside their rows"""
     return {piece: (rows + len(rows)) % target.out_features for piece, rows in found.items()}
+
+
+@after(file_tensors, "file_keys", needs={Feature.OTHER_NAMES}, within=(peft_format, "file_tensors"))
+def names_that_peft_changes_in_file(keys: dict[tuple[str, str], str], targets: Any) -> dict[tuple[str, str], str]:
+    """the saved file has names that PEFT loads as those of the model's modules"""
+    found: dict[tuple[str, str], str] = {}
+    for (name, part), key in keys.items():
+        module, written = targets[name].in_file
+        found[name, part] = key.replace(written, module, 1)
+    return found
