@@ -173,6 +173,35 @@ def test_buffer_that_nobody_computes_is_refused(monkeypatch: pytest.MonkeyPatch)
         meshlora.load(twin_config("llama"))
 
 
+def test_stored_buffer_beside_computed_ones_is_not_initialised_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = type(
+        next(m for name, m in meshlora.load(twin_config("llama")).named_modules() if name.endswith("rotary_emb"))
+    )
+    init, initialize = cls.__init__, transformers_models.initialize
+
+    def with_alpha(self: Any, config: Any, **rest: Any) -> None:
+        init(self, config, **rest)
+        self.register_buffer("alpha", torch.zeros(3))
+
+    def and_alpha(model: Any, module: Any) -> None:
+        initialize(model, module)
+        if isinstance(module, cls):
+            module.alpha.zero_()  # as mistral_large4 does
+
+    monkeypatch.setattr(cls, "__init__", with_alpha)
+    monkeypatch.setattr(transformers_models, "initialize", and_alpha)
+    AutoModelForCausalLM.from_config(twin_config("llama")).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(
+        tensors | {"model.rotary_emb.alpha": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"}
+    )
+    rotary = meshlora.load(tmp_path).get_submodule("model.rotary_emb")
+    assert torch.equal(rotary.alpha, torch.ones(3))
+    assert rotary.inv_freq.isfinite().all()
+
+
 def test_model_that_changes_a_linears_output_in_place_trains_on_one_process(tmp_path: Path) -> None:
     folder = make_twin(tmp_path, "falcon", hidden_dropout=0.0, attention_dropout=0.0)
     batch = make_batches()

@@ -494,11 +494,12 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             parts[f"{path}."] = module
-        computed = False
+        computed, stored = False, dict[str, Tensor]()
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
             if torch_tensors.is_persistent(module, leaf) and source.shape(name) is not None:
-                setattr(module, leaf, source.read(name).to(device=mesh.device, dtype=old.dtype))
+                stored[leaf] = source.read(name).to(device=mesh.device, dtype=old.dtype)
+                setattr(module, leaf, stored[leaf].clone())
             elif old.is_meta:
                 # NaN until the model's own initialization writes it: a buffer that it forgets is found below.
                 poison = float("nan") if old.is_floating_point() else 0
@@ -516,6 +517,8 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
                 raise UnsupportedError(
                     f"{path}.{missing}", "it is not stored, and the model's own initialisation does not compute it"
                 )
+            for leaf, value in stored.items():
+                setattr(module, leaf, value)  # the initialisation writes these too, beside what it computes
     for name, rule in split.items():
         owner, _, leaf = name.rpartition(".")
         whole = getattr(model.get_submodule(owner), leaf)
