@@ -8,10 +8,10 @@ planner), and each operator that it gives the device is counted with the bytes i
 the longest of its arithmetic, its bytes and its launch, by the planner's numbers for that GPU: a sum, no measurement.
 
 The systems are those of gpu.py: a bf16 base with SDPA, LoRA r=16 on all linears; ours by the parts of its trainer
-(loss, backward, finished gradients, clipping, sums, AdamW), with `model.kernels: none` and with liger, a kernel of it
-as one operator; PEFT in a plain loop with fp32 factors under autocast, as its Trainer would (which reads the host twice
-more a step, for its filter of NaN). "Least" is no program: each product once with what it reads and writes, and between
-products one operator that reads and writes each tensor once; of a mixture it is not said.
+(loss, backward, finished gradients, clipping, sums, AdamW), with `model.kernels: none`, with liger and with fused, a
+kernel as one operator; PEFT in a plain loop with fp32 factors under autocast, as its Trainer would (which reads the
+host twice more a step, for its filter of NaN). "Least" is no program: each product once with what it reads and writes,
+and between products one operator that reads and writes each tensor once; of a mixture it is not said.
 
 Models of one and of two layers are run; a step is the first, and the difference for each further layer. Counted is what
 launches a kernel: no views and no allocations. A row that is gathered counts with its own bytes, an expanded dimension
@@ -211,8 +211,8 @@ class _Autocast(TorchFunctionMode):
 # --- the systems ----------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False, **more: Any) -> Counted:
-    """A step of meshlora's trainer with so many layers. has_kernels: `model.kernels: liger`. more: of `BaseOptions`."""
+def ours(shape: Shape, num_layers: int, *, kernels: str = "none", **more: Any) -> Counted:
+    """A step of meshlora's trainer with so many layers. kernels: `model.kernels`. more: of `BaseOptions`."""
     config = resized(shape.config, num_hidden_layers=num_layers)
     options = BaseOptions(dtype="bfloat16", attn_implementation="sdpa", **more)
     blueprint = make_blueprint(config, Topology(), options).with_adapter(shape.lora_config())
@@ -220,8 +220,8 @@ def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False, **more: An
     counting, tokens = Counting(), shape.batch_size * shape.seq_len
     with FakeRun() as fake_run:
         built = copy.deepcopy(blueprint.model)
-        if has_kernels:
-            fuse(built)
+        if kernels != "none":
+            fuse(built, kernels)
         model = assemble(built, blueprint, mesh, fake_run, optimizer="adamw")
         factors = active_factors(model)
         for factor in factors:
@@ -245,8 +245,11 @@ def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False, **more: An
     return counting.found
 
 
-def fuse(model: Any) -> None:
-    """Let `model` call the kernels of liger-kernel, each one operator, which need a GPU: here of their shapes alone."""
+def fuse(model: Any, kernels: str) -> None:
+    """Let `model` call the kernels of liger-kernel, each one operator, which need a GPU: here of their shapes alone.
+
+    kernels: `model.kernels`; `fused` has operators of its own, whose shapes come with them.
+    """
     from meshlora.wings.kernels import fused, liger  # not of each commit that is compared
 
     def norm(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -259,7 +262,12 @@ def fuse(model: Any) -> None:
 
     gate = liger.Gate(torch.ops.counted.gate, lambda *given: torch.ops.counted.gate_back(*given), F.silu)
     nothing: Any = None  # the norms of this shape have torch's backward
-    fused.fuse(model, liger.Kernels(norm, nothing, rotate, rotate, {"silu": gate}))
+    more = {}
+    if kernels == "fused":
+        from meshlora.wings.kernels.tails import tails
+
+        more["tails"] = tails()
+    fused.fuse(model, liger.Kernels(norm, nothing, rotate, rotate, {"silu": gate}, **more))
 
 
 _LIBRARY = torch.library.Library("counted", "DEF")
@@ -285,12 +293,22 @@ for _schema, _shapes in _KERNELS.items():
 
 def ours_with_liger(shape: Shape, num_layers: int) -> Counted:
     """A step of meshlora's trainer with `model.kernels: liger`."""
-    return ours(shape, num_layers, has_kernels=True)
+    return ours(shape, num_layers, kernels="liger")
 
 
 def ours_in_float8(shape: Shape, num_layers: int) -> Counted:
     """The same with `model.compute: fp8`."""
-    return ours(shape, num_layers, has_kernels=True, compute="fp8")
+    return ours(shape, num_layers, kernels="liger", compute="fp8")
+
+
+def ours_fused(shape: Shape, num_layers: int) -> Counted:
+    """A step of meshlora's trainer with `model.kernels: fused`."""
+    return ours(shape, num_layers, kernels="fused")
+
+
+def ours_fused_in_float8(shape: Shape, num_layers: int) -> Counted:
+    """The same with `model.compute: fp8`."""
+    return ours(shape, num_layers, kernels="fused", compute="fp8")
 
 
 def peft(shape: Shape, num_layers: int) -> Counted:
@@ -354,8 +372,8 @@ def least(shape: Shape, num_layers: int) -> Counted:
             product(backward, RANK, tokens, out)  # dB
             product(backward, tokens, out + RANK, wide)  # [g | dz] [W ; A]
     pairs = shape.batch_size * shape.seq_len**2 * q
-    forward["attention", Work(2 * pairs, 2 * tokens * (2 * q + 2 * kv)), False] += 1
-    backward["attention", Work(5 * pairs, 2 * tokens * (4 * q + 4 * kv)), False] += 1
+    forward["attention", Work(2 * pairs, 2 * tokens * (2 * q + 2 * kv), True), False] += 1
+    backward["attention", Work(5 * pairs, 2 * tokens * (4 * q + 4 * kv), True), False] += 1
     for _ in range(2):
         between(forward, "residual and norm", 4 * h)
         between(backward, "norm and residual", 4 * h)
@@ -380,6 +398,12 @@ if importlib.util.find_spec("meshlora.wings.kernels.fused") is not None:  # earl
     SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "PEFT": peft, "least": least}
 if importlib.util.find_spec("meshlora.wings.quantized.float8_gpu") is not None:
     SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "and in float8": ours_in_float8, **SYSTEMS}
+if importlib.util.find_spec("meshlora.wings.kernels.tails") is not None:
+    SYSTEMS = {name: SYSTEMS.pop(name) for name in ("meshlora", "with liger", "and in float8")} | {
+        "fused": ours_fused,
+        "fused, in float8": ours_fused_in_float8,
+        **SYSTEMS,
+    }
 
 
 def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:

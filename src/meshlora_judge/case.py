@@ -92,7 +92,7 @@ class Case(Training):
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     compute: str | None = None
-    kernels: Literal["liger", "none"] = "none"
+    kernels: Literal["liger", "fused", "none"] = "none"
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
     further: KnownInputs | None = None

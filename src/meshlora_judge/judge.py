@@ -361,7 +361,8 @@ class _Judge:
 
     def _is_in_a_kernel(self, phase: str, name: str) -> bool:
         # One kernel computes it and the product after it: the linear that is called with the product shows it.
-        if self.evidence.case.kernels == "none" or name.rpartition(".")[2] != "act_fn":
+        inside = {"liger": ("act_fn",), "fused": ("act_fn", "gate_proj", "up_proj")}.get(self.evidence.case.kernels, ())
+        if name.rpartition(".")[2] not in inside:
             return False
         return not any(name in getattr(micro, phase) for micro in self.micro_batches)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from meshlora.wings.experts.mlp import GroupedMlpFunction
 from meshlora.wings.experts.products import Projection
 from meshlora.wings.kernels.liger import check_kernels, liger
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
+from meshlora.wings.kernels.tails import tails
 from meshlora.wings.packed_rows import varlen
 from meshlora.wings.quantized import float8_gpu
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
@@ -72,14 +74,16 @@ def test_the_kernel_of_a_norm_computes_its_formula(dtype: torch.dtype) -> None:
 
 @pytest.mark.liger
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_kernels_of_liger_compute_their_definitions(dtype: torch.dtype) -> None:
-    check_kernels(liger(), torch.device("cuda"), dtype)
+def test_kernels_of_liger_and_our_own_compute_their_definitions(dtype: torch.dtype) -> None:
+    check_kernels(dataclasses.replace(liger(), tails=tails()), torch.device("cuda"), dtype)
 
 
 @pytest.mark.liger
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
-def test_a_model_with_kernels_of_liger_matches_one_process(family: str, prove: Prove) -> None:
-    asked = {"dtype": "float32", "kernels": "liger", "device": "cuda", "recompute": True}
+@pytest.mark.parametrize(
+    ("family", "kernels"), [*((f, "liger") for f in ("llama", "qwen3", "gemma2", "olmo2")), ("llama", "fused")]
+)
+def test_a_model_with_kernels_matches_one_process(family: str, kernels: str, prove: Prove) -> None:
+    asked = {"dtype": "float32", "kernels": kernels, "device": "cuda", "recompute": True}
     (outcome,) = prove(family=family, topologies=("",), steps=2, **asked)
     assert outcome.passed, (outcome.divergence, outcome.error)
 

@@ -245,6 +245,8 @@ WIDE = {
     "tokenize": "what a user may say of data",
     "read_streamed": "what a user may say of data",
     "read_rollouts": "what a user may say of data",
+    "_gate_tail": "a kernel takes each tensor, size and stride by itself",
+    "_gate_tail_back": "a kernel takes each tensor, size and stride by itself",
 }
 
 

@@ -21,6 +21,7 @@ from meshlora.wings.kernels import kernels as module
 from meshlora.wings.kernels.fused import FusedGate, FusedRotation, fusable, fuse
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels
+from meshlora.wings.kernels.tails import tails
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
@@ -77,6 +78,26 @@ def test_kernels_are_taken_on_a_gpu_and_said(wanted: str, gpu: None) -> None:
     assert said == "kernels of liger-kernel 0.8.5: 5 norms, 2 rotations, 2 gated MLPs"
 
 
+@pytest.mark.parametrize(
+    ("lora", "words"),
+    [
+        ({}, "low-rank terms in 2 of 2 gated MLPs"),
+        ({"lora_dropout": 0.1}, "low-rank terms in 0 of 2 gated MLPs, not in those with dropout"),
+        ({"use_dora": True}, "0 of 2 gated MLPs, not in those with more than A and B"),
+        ({"r": 64}, "0 of 2 gated MLPs, not in those of ranks above 32"),
+        ({"rank_pattern": {"up_proj": 4}}, "0 of 2 gated MLPs, not in those whose gate and up have different scales"),
+        ({"target_modules": ["q_proj"]}, "0 of 2 gated MLPs, not in those without an adapter on gate, up and down"),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("gpu")
+def test_where_low_rank_terms_are_fused_is_said(lora: dict[str, Any], words: str) -> None:
+    config = LoraConfig(**{"target_modules": "all-linear"} | lora)
+    taken, said = with_kernels(_blueprint(kernels="fused").with_adapter(config), device="auto", is_proved=False)
+    assert taken.options.kernels == "fused"
+    assert said.endswith(words)
+
+
 @pytest.mark.usefixtures("gpu")
 def test_what_is_not_proved_on_the_device_is_only_taken_if_asked_for() -> None:
     assert with_kernels(_blueprint(), device="auto", is_proved=False)[0].options.kernels == "none"
@@ -119,7 +140,7 @@ def test_load_refuses_them_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_right_kernels_pass_their_check(dtype: torch.dtype) -> None:
-    check_kernels(STAND_IN, CPU, dtype)
+    check_kernels(dataclasses.replace(STAND_IN, tails=tails()), CPU, dtype)
 
 
 def _wrong() -> dict[str, Kernels]:
@@ -128,12 +149,23 @@ def _wrong() -> dict[str, Kernels]:
         "no gradient of the gate's slope": lambda g, a, b: (g * b, g * gate.act(a)),
         "gate for up": lambda g, a, b: gate.back(g, a, b)[::-1],
     }
-    change = dataclasses.replace
+    change, own = dataclasses.replace, tails()
+
+    def without_a(*given: Any) -> Any:
+        *others, dz, scale = given
+        of_factors = own.back(*(tensor.clone() for tensor in others), dz, scale)[3]
+        return *own.back(*others, 0 * dz, scale)[:3], of_factors
+
+    def twice(gate: Tensor, up: Tensor, z: Tensor, *rest: Any) -> Any:
+        return own.forward(gate, up, 2 * z, *rest)
+
     return {
         "epsilon": change(STAND_IN, norm=lambda x, w, eps, *rest: STAND_IN.norm(x, w, eps * 1e4, *rest)),
         "offset": change(STAND_IN, norm=lambda x, w, eps, _, wide: STAND_IN.norm(x, w, eps, 0.0, wide)),
         "norm's slope": change(STAND_IN, norm_back=lambda g, x, w, r, *_: g * w * r),
         "turned forward": change(STAND_IN, rotate_back=STAND_IN.rotate),
+        "a term of A": change(STAND_IN, tails=own._replace(back=without_a)),
+        "a term of B twice": change(STAND_IN, tails=own._replace(forward=twice)),
         "signature": change(STAND_IN, rotate=lambda q, k: (q, k)),
         **{name: change(STAND_IN, gates={"silu": gate._replace(back=wrong)}) for name, wrong in back.items()},
     }
@@ -141,7 +173,8 @@ def _wrong() -> dict[str, Kernels]:
 
 @pytest.mark.parametrize("name", _wrong())
 def test_a_kernel_with_other_numbers_is_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=r"liger-kernel's .*; use model\.kernels: none"):
+    rule = r"low-rank terms .*; use model\.kernels: liger" if "term" in name else r"liger-kernel's .*; use .*: none"
+    with pytest.raises(UnsupportedError, match=rule):
         check_kernels(_wrong()[name], CPU, torch.bfloat16)
 
 

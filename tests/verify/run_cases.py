@@ -91,3 +91,10 @@ OF_KERNELS = {
     "kernel_rotates_gradients_forward": ("backward", "model.layers.1.self_attn.k_proj"),
     "kernel_writes_product_over_gate": ("backward", "model.layers.1.mlp.up_proj"),
 }
+# The same of those with low-rank terms, in which gate and up have no output by themselves.
+OF_TAILS = {
+    "tail_left_out_of_gate": ("forward", "model.layers.0.mlp.down_proj"),
+    "tail_left_out_of_gradient_of_product": ("backward", "model.layers.1.post_attention_layernorm"),
+    "tail_gradients_of_gate_and_up_exchanged": ("gradients", "model.layers.1.mlp.up_proj.lora_B"),
+    "tail_without_scale_of_next_linear": ("forward", "model.layers.0.mlp.down_proj"),
+}

@@ -13,7 +13,7 @@ from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import prepare_proof
 from tests.kernels import real_kernels, stand_in
-from tests.verify.run_cases import OF_KERNELS, needing
+from tests.verify.run_cases import OF_KERNELS, OF_TAILS, needing
 
 
 @pytest.fixture
@@ -36,11 +36,12 @@ def _check(found: dict[str | None, Outcome]) -> None:
     plain = found.pop(None)
     assert plain.passed, (plain.divergence, plain.error)
     where = {name: (o.divergence.phase, o.divergence.name) for name, o in found.items() if o.divergence}
-    assert where == {name: OF_KERNELS[str(name)] for name in found}
+    assert where == {name: (OF_KERNELS | OF_TAILS)[str(name)] for name in found}
 
 
 def test_every_fault_of_kernels_is_named() -> None:
     assert OF_KERNELS.keys() == set(needing("kernels"))
+    assert OF_TAILS.keys() == set(needing("tails"))
 
 
 @pytest.mark.parametrize(
@@ -52,6 +53,21 @@ def test_every_fault_of_kernels_is_named() -> None:
 )
 def test_a_model_with_kernels_trains_as_one_process(topology: str, faults: tuple[str, ...], prove: Any) -> None:
     _check(prove(stand_in, family="llama", topology=topology, recompute=True, mutations=faults))
+
+
+@pytest.mark.parametrize(
+    ("topology", "faults"),
+    [
+        ("", ("tail_left_out_of_gradient_of_product",)),
+        pytest.param("tp=2,sp", tuple(OF_TAILS), marks=pytest.mark.proof),
+        pytest.param("dp=2,dp_shard", (), marks=pytest.mark.proof),
+        pytest.param("cp=2", (), marks=pytest.mark.proof),
+        pytest.param("pp=2", (), marks=pytest.mark.proof),
+    ],
+)
+def test_a_model_with_low_rank_terms_in_its_gates_does(topology: str, faults: tuple[str, ...], prove: Any) -> None:
+    given = {"family": "llama", "kernels": "fused", "topology": topology, "recompute": topology == "tp=2,sp"}
+    _check(prove(stand_in, **given, mutations=faults))
 
 
 # Norms of gemma and olmo2, gated MLPs with GELU, rotations after a norm, experts, packed rows, a ring, stages.

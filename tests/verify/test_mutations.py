@@ -21,7 +21,7 @@ from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES
-from tests.verify.run_cases import OF_KERNELS
+from tests.verify.run_cases import OF_KERNELS, OF_TAILS
 
 FAMILY = "llama"
 # Each fault is put in on one of the small topologies: that of its diagnosis, else the first on which it can show. Where
@@ -173,7 +173,7 @@ def test_every_fault_is_put_in_somewhere() -> None:
     put_in = {name for group in GROUPS for names in _chosen(group).values() for name in names}
     assert put_in == {name for names in _can_show(*TOPOLOGIES).values() for name in names}
     in_cases = {name for _, diagnoses in CASES.values() for name in diagnoses}
-    assert set(MUTATIONS) - put_in <= in_cases | set(OF_KERNELS)
+    assert set(MUTATIONS) - put_in <= in_cases | set(OF_KERNELS) | set(OF_TAILS)
 
 
 # Combinations of what other cases have one by one.

@@ -91,7 +91,7 @@ def _add_run(verify: argparse.ArgumentParser) -> None:
     )
     verify.add_argument("--quantization", metavar="KIND", help="nf4, int8, mxfp4, nvfp4, fp8, keep; of twins gptq, awq")
     verify.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
-    verify.add_argument("--kernels", default="none", choices=["liger", "none"], help="of our side, on GPUs")
+    verify.add_argument("--kernels", default="none", choices=["liger", "fused", "none"], help="of our side, on GPUs")
     verify.add_argument(
         "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
     )

@@ -55,7 +55,7 @@ def load(
     allow_unused_weights: bool = False,
     quantization: str | None = None,
     compute: str | None = None,
-    kernels: Literal["liger", "none"] = "none",
+    kernels: Literal["liger", "fused", "none"] = "none",
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
 
@@ -76,8 +76,9 @@ def load(
         quantization: "nf4", "int8", "mxfp4", "nvfp4" or "fp8": quantise the matrices of all linears but the head, and
             of routed experts. "keep": those that the checkpoint stores in few bits stay packed.
         compute: "fp8": the products of the frozen linears in float8; "fp8_backward": those of the backward alone.
-        kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU. Each is compared with
-            its definition here; that of the whole model is `meshlora verify`.
+        kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU; "fused": with
+            low-rank terms of gated MLPs. Each is compared with its definition here; that of the whole model is
+            `meshlora verify`.
 
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: anything not proved to be exact.

@@ -21,7 +21,8 @@ class BaseOptions:
         allow_unused_weights: the checkpoint may hold weights that the model has no place for.
         quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
         compute: the products of the frozen linears in float8: fp8, in both directions, or fp8_backward; None: in dtype.
-        kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there.
+        kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there;
+            fused: with low-rank terms of gated MLPs in kernels of our own.
         plan: file with the plan of a family that no table has, as `meshlora verify --save` writes it.
     """
 
@@ -32,5 +33,5 @@ class BaseOptions:
     allow_unused_weights: bool = False
     quantization: Literal["nf4", "int8", "mxfp4", "nvfp4", "fp8", "keep"] | None = None
     compute: Literal["fp8", "fp8_backward"] | None = None
-    kernels: Literal["auto", "liger", "none"] = "auto"
+    kernels: Literal["auto", "liger", "fused", "none"] = "auto"
     plan: str | None = None

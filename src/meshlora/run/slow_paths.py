@@ -89,7 +89,7 @@ def _of_masks(blueprint: Blueprint, data: TokenizedDataset, row_length: int | No
 
 def _of_kernels(blueprint: Blueprint, wanted: str, preflight: str) -> Iterator[SlowPath]:
     """Of kernels that a GPU could have."""
-    if blueprint.options.kernels != "liger" and fusable(blueprint.model):
+    if blueprint.options.kernels == "none" and fusable(blueprint.model):
         if wanted == "none":
             cause, way_out = "model.kernels: none", "leave it out"
         elif not liger_version():

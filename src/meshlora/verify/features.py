@@ -374,6 +374,7 @@ class Feature(enum.StrEnum):
     INTS_IN_ORDER = "ints_in_order", _run(lambda r: r.packs_in_order)  # of activations: groups are no ranges
     NVFP4 = "nvfp4", _run(lambda r: r.case.quantization == "nvfp4")  # scales of blocks, and one of the matrix
     KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
+    TAILS = "tails", _run(lambda r: r.case.kernels == "fused")  # and of our own, with low-rank terms
 
     # --- batches
 

@@ -73,7 +73,7 @@ class Request:
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     compute: str | None = None
-    kernels: Literal["liger", "none"] = "none"
+    kernels: Literal["liger", "fused", "none"] = "none"
     router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0
     optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"

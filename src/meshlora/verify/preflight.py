@@ -190,7 +190,7 @@ def _devices_of(run: Prepared, ranks_per_gpu: int = 1) -> tuple[list[_Place], st
     rule = f"{run.topology} needs {needed} GPUs of one machine to have every axis of more than one rank"
     if wanted == "device":
         raise UnsupportedError(given, rule, f"use preflight: cpu, or let ranks share GPUs for it: {share}")
-    if run.blueprint.options.kernels == "liger":  # which one rank can show
+    if run.blueprint.options.kernels != "none":  # which one rank can show
         note = f"{given} is of one rank, for the kernels: {rule}"
         return [dataclasses.replace(place, most_ranks=1, topology=Topology())], note
     return [], f"{given} is left out: {rule}; check --prove {share} lets ranks share them for it"
@@ -208,7 +208,7 @@ def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
             f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}"
             f"{f' --dtype {place.dtype} --device {place.device}' * bool(place.name)}"
             f"{f' --ranks-per-gpu {place.ranks_per_gpu}' * (place.ranks_per_gpu > 1)}"
-            f"{' --kernels liger' * (proof.case.kernels == 'liger')}"
+            f"{f' --kernels {proof.case.kernels}' * (proof.case.kernels != 'none')}"
             "  # the twin of your own configuration: --model FOLDER --twin"
         )
         details = functools.partial(document, proof, outcomes, command=command, seconds=time.perf_counter() - started)
@@ -322,7 +322,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         dtype=place.dtype,
         device=place.device,
         ranks_per_gpu=place.ranks_per_gpu,
-        kernels="liger" if place.has_kernels and options.kernels == "liger" else "none",
+        kernels="none" if not place.has_kernels or options.kernels == "auto" else options.kernels,
         trust_remote_code=options.trust_remote_code,
         cache_dir=cache_dir,
     )
@@ -331,7 +331,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
     on = []
     if place.name:
         on.append(place.name)
-    if proof.case.kernels == "liger":
+    if proof.case.kernels != "none":
         on.append(f"liger-kernel {liger_version()}")
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *on, *own_sources()])
 

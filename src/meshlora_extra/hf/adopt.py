@@ -51,7 +51,7 @@ def adopt(
     seed: int = 0,
     disable_dropout: bool | Literal["unsupported"] = False,
     compute: str | None = None,
-    kernels: Literal["liger", "none"] = "none",
+    kernels: Literal["liger", "fused", "none"] = "none",
 ) -> Any:
     """The split model of one that is in memory: `meshlora.adopt(get_peft_model(base, config), topology="tp=2,sp")`.
 

@@ -512,6 +512,10 @@ def _flops_of(name: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_
     if name == GROUPED_PRODUCT:  # each row once, by the matrix of its own group or into that
         left, right = given[0], given[1]
         return 2 * left.numel() * right.shape[-1]
+    if short == "gate_tail":  # gate, up, z, z, B, B, A: a product with each factor
+        return 2 * given[0].numel() * (given[2].shape[1] + given[3].shape[1] + len(given[6]))
+    if short == "gate_tail_back":  # a gradient first: one with A again, and two for each of the forward's
+        return 2 * given[0].numel() * (3 * (given[3].shape[1] + given[4].shape[1]) + 2 * len(given[7]))
     if short in _PRODUCTS:
         left = given[0]
         if short.startswith(("addmm", "baddbmm")):

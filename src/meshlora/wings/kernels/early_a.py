@@ -52,7 +52,7 @@ def rider(leaf: ParallelLinear, x: Tensor) -> Rider | None:
     return Rider(leaf, leaf.factor_a(name), leaf.scaling[name], leaf.mask(name, x))
 
 
-class _Ride(dict[nn.Module, Tensor]):
+class Ride(dict[nn.Module, Tensor]):
     """The note on a gathered input: linear -> its z `[T, r]`."""
 
 
@@ -151,13 +151,13 @@ def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
 def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
     """The gathered result of `pack`, `[..., width + ...]` -> x `[..., width]`, with each z in a note on it."""
     x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
-    note(x, _Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}))
+    note(x, Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}))
     gathered: Tensor = x
     return gathered
 
 
 def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:
     """z `[T, r]` of `leaf`, if it was gathered with x and x is unchanged."""
-    ride = noted(x, _Ride)
+    ride = noted(x, Ride)
     z = None if ride is None else ride.get(leaf)
     return None if z is None else z.view(-1, z.shape[-1])

@@ -32,6 +32,7 @@ from meshlora.wings.kernels.known_code import digest, undecorated
 from meshlora.wings.kernels.liger import Gate, Kernels
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
 from meshlora.wings.kernels.rotary import rotates, with_rotation
+from meshlora.wings.kernels.tails import Tails, gated_mlp
 
 # `digest` of forwards of transformers 5.23 -> (offset of the weight, whether only the result is rounded): of
 # LlamaRMSNorm, GemmaRMSNorm and Olmo2RMSNorm.
@@ -62,6 +63,11 @@ def fusable(model: nn.Module) -> Counter[str]:
     return +found  # without kinds of which there are none
 
 
+def gates_of_silu(model: nn.Module) -> list[str]:
+    """Paths of the gated MLPs whose low-rank terms can be computed with the gate."""
+    return [path for path, module in model.named_modules() if _activation_of(module) == "silu"]
+
+
 def fuse(model: nn.Module, kernels: Kernels) -> None:
     """Let every module of `model` whose code is known compute with `kernels`. Before other forwards are given."""
     for module in model.modules():
@@ -72,7 +78,8 @@ def fuse(model: nn.Module, kernels: Kernels) -> None:
         elif _rotates_safely(module):
             module.forward = MethodType(with_rotation(type(module).forward, _rotation(kernels)), module)
         elif (activation := _activation_of(module)) is not None:
-            module.forward = MethodType(_mlp(kernels.gates[activation]), module)
+            tails = kernels.tails if activation == "silu" else None
+            module.forward = MethodType(_mlp(kernels.gates[activation], tails), module)
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -172,10 +179,12 @@ def _activation_of(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
 
 
-def _mlp(gate: Gate) -> Any:
+def _mlp(gate: Gate, tails: Tails | None) -> Any:
     activation = _FusedActivation(gate)
 
     def forward(self: Any, x: Tensor) -> Any:
+        if tails is not None and _is_computed(x) and (found := gated_mlp(self, x, tails)) is not None:
+            return found
         gated, up = self.gate_proj(x), self.up_proj(x)
         if (gated.shape, gated.dtype) != (up.shape, up.dtype) or not _is_computed(gated):
             return self.down_proj(self.act_fn(gated) * up)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.wings.kernels.tails import Tails
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.transfer import to_device
 from meshlora_ground.versions import version_of
@@ -54,6 +55,7 @@ class Kernels:
             `x cos + [-x_2 | x_1] sin` with x_1 and x_2 the halves of a head. May write over q and k.
         rotate_back: their gradients -> those of q and k. May write over them.
         gates: name of an activation -> its gate.
+        tails: in place of SiLU's gate, with low-rank terms, which are no package's; None: not asked for.
         errors: what a function raises that cannot run.
     """
 
@@ -62,6 +64,7 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     rotate_back: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gates: Mapping[str, Gate]
+    tails: Tails | None = None
     errors: tuple[type[Exception], ...] = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -115,7 +118,7 @@ def liger() -> Kernels:
         return Gate(lambda a, b: forward(a, b)[2], lambda grad, a, b: back(a, b, grad), act)
 
     gates = {"silu": gate("swiglu", F.silu), "gelu_tanh": gate("geglu", lambda x: F.gelu(x, approximate="tanh"))}
-    return Kernels(norm, norm_back, rotate, ops.rope_backward, gates, (*Kernels.errors, TritonError))
+    return Kernels(norm, norm_back, rotate, ops.rope_backward, gates, errors=(*Kernels.errors, TritonError))
 
 
 # --- the check --------------------------------------------------------------------------------------------------------
@@ -142,14 +145,15 @@ def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype) ->
     drawn = _Drawn(device, dtype)
     limit = max(_ROUNDINGS * torch.finfo(dtype).eps, _LEAST)
     many = (_MANY_ROWS,) if device.type == "cuda" else ()
-    for name, check in (
-        ("norm", lambda: _of_norms(kernels, drawn, (6, *many))),
-        ("rotation", lambda: _of_rotation(kernels, drawn)),
-        ("gate", lambda: _of_gates(kernels, drawn)),
+    for name, check, instead in (
+        ("liger-kernel's norm", lambda: _of_norms(kernels, drawn, (6, *many)), "none"),
+        ("liger-kernel's rotation", lambda: _of_rotation(kernels, drawn), "none"),
+        ("liger-kernel's gate", lambda: _of_gates(kernels, drawn), "none"),
+        ("our gate with low-rank terms", lambda: _of_tails(kernels, drawn), "liger"),
     ):
-        given, way_out = f"liger-kernel's {name} on {device.type} in {dtype}", "use model.kernels: none"
+        given, way_out = f"{name} on {device.type} in {dtype}", f"use model.kernels: {instead}"
         try:
-            worst = max(_distance(found, right) for found, right in check())
+            worst = max((_distance(found, right) for found, right in check()), default=0.0)
         except kernels.errors as error:
             raise UnsupportedError(given, f"it does not run here ({reason(error)})", way_out) from error
         if not worst <= limit:  # and not `>`: NaN is no pass
@@ -198,3 +202,21 @@ def _of_gates(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]
         da, db = gate.back(grad, a, b)
         yield da, torch.autograd.grad(act, a64, g64 * b64, retain_graph=True)[0]
         yield db, g64 * act.detach()
+
+
+def _of_tails(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
+    if kernels.tails is None:
+        return
+    tokens, width, r, scale = 70, 160, 8, 0.5
+    shapes = [(tokens, width)] * 2 + [(tokens, r)] * 2 + [(width, r)] * 2 + [(r, width)]
+    given, exact = zip(*(drawn(*shape) for shape in shapes), strict=True)
+    (grad, g64), (dz, dz64) = drawn(tokens, width), drawn(tokens, r)
+    gate, up, z_gate, z_up, b_gate, b_up, a = (leaf.requires_grad_() for leaf in exact)
+    product = F.silu(gate + z_gate @ b_gate.T) * (up + z_up @ b_up.T)
+    z = scale * product @ a.T
+    yield from zip(kernels.tails.forward(*given, scale), (product.detach(), z.detach()), strict=True)
+    right = torch.autograd.grad((product * g64).sum() + (z * dz64).sum(), exact)
+    d_gate, d_up, of_z, of_factors = kernels.tails.back(grad, *given, dz, scale)
+    yield from zip((d_gate, d_up), right[:2], strict=True)
+    yield of_z.sum(0), torch.cat(right[2:4], 1)
+    yield of_factors.sum(0), torch.cat([right[4].T, right[5].T, right[6]])
