@@ -21,6 +21,7 @@ from meshlora_ground.reading import path_argument
 
 def add(commands: Any) -> None:
     evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
+    option = evaluate.add_argument
     add_run_file(evaluate, example="data.eval=FILE")
     which = evaluate.add_mutually_exclusive_group()
     which.add_argument(
@@ -30,29 +31,21 @@ def add(commands: Any) -> None:
         help="default: the finished one in train.output",
     )
     which.add_argument("--base", action="store_true", help="the base model alone")
-    evaluate.add_argument("--data", metavar="FILE", help="instead of data.eval, all of it")
-    evaluate.add_argument(
-        "--nproc", type=int, metavar="N", help="N ranks on the run file's topology; default: one process"
-    )
-    evaluate.add_argument(
+    option("--data", metavar="FILE", help="instead of data.eval, all of it")
+    option("--nproc", type=int, metavar="N", help="N ranks on the run file's topology; default: one process")
+    option(
         "--generate",
         action="store_true",
         help="also continue the prompts, divided among the ranks, and measure the texts: generate.metrics, or scores",
     )
-    evaluate.add_argument(
-        "--record", metavar="FILE", help="also write what the model says of each trained token, to distil from"
-    )
-    evaluate.add_argument(
-        "--top-k", type=int, default=20, metavar="K", help="so many likeliest tokens are recorded (default 20)"
-    )
+    option("--record", metavar="FILE", help="also write what the model says of each trained token, to distil from")
+    option("--top-k", type=int, default=20, metavar="K", help="so many likeliest tokens are recorded (default 20)")
     add_json(evaluate)
-    evaluate.add_argument(
+    option(
         "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
     )
-    evaluate.add_argument(
-        "--references", metavar="PATH", help="also write the references, as the script of --scores reads them"
-    )
-    evaluate.add_argument(
+    option("--references", metavar="PATH", help="also write the references, as the script of --scores reads them")
+    option(
         "--scores",
         choices=SCRIPTS,
         metavar=" | ".join(SCRIPTS),

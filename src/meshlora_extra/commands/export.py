@@ -14,23 +14,20 @@ def add(commands: Any) -> None:
     export = commands.add_parser(
         "export", help="write an adapter as PEFT, microsoft/LoRA, engines or llama.cpp store it"
     )
-    export.add_argument(
+    option = export.add_argument
+    option(
         "adapter",
         metavar="ADAPTER",
         help="adapter folder, or a lora_state_dict in safetensors or a .pt; for gguf also the folder of a model",
     )
-    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert", "gguf"))
-    export.add_argument(
-        "--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file, for gguf a .gguf"
-    )
-    export.add_argument(
+    option("--layout", required=True, choices=("peft", "loralib", "per-expert", "gguf"))
+    option("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file, for gguf a .gguf")
+    option(
         "--model", metavar="FOLDER", help="for per-expert, and back, and gguf; to check names; only config.json is read"
     )
-    export.add_argument("--trust-remote-code", action="store_true")
-    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
-    export.add_argument(
-        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
-    )
+    option("--trust-remote-code", action="store_true")
+    option("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
+    option("--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v")
     add_json(export)
     export.set_defaults(run=_export)
 

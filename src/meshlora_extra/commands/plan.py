@@ -30,42 +30,35 @@ def add(commands: Any) -> None:
         "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
         "(dp_shard), the best first. With --one-gpu: whether one card is enough.",
     )
-    plan.add_argument(
+    option = plan.add_argument
+    option(
         "--model", required=True, metavar="FOLDER|FILE", help="checkpoint, of which config.json is read, or such a file"
     )
-    plan.add_argument(
-        "--topology", action="append", default=[], metavar="T", help="as in dp=2,tp=2,sp; with --gpus only this one"
-    )
-    plan.add_argument(
-        "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
-    )
-    plan.add_argument("--gpus", type=int, metavar="N", help="how many there are")
-    plan.add_argument("--gpu", metavar="NAME", help="of which kind, as in rtx4090 or h100")
-    plan.add_argument(
+    option("--topology", action="append", default=[], metavar="T", help="as in dp=2,tp=2,sp; with --gpus only this one")
+    option("--gradients", action="store_true", help="also the axes over which each factor's gradient is summed")
+    option("--gpus", type=int, metavar="N", help="how many there are")
+    option("--gpu", metavar="NAME", help="of which kind, as in rtx4090 or h100")
+    option(
         "--one-gpu",
         metavar="NAME",
         help="does it fit on one of these, and what must be given up: the first way that does",
     )
-    plan.add_argument("--hardware", metavar="FILE", help="JSON with measured numbers in the place of the datasheet's")
-    plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence (with --one-gpu: 1024)")
-    plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
-    plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
-    plan.add_argument("--recompute", metavar="R", help="none, full, offload or n (default: the fastest of the others)")
-    plan.add_argument(
-        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
-    )
-    plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
-    plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
-    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, nvfp4, fp8 or keep")
-    plan.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
-    plan.add_argument(
-        "--all", action="store_true", help="every topology, and why others cannot be (default: the best 5)"
-    )
-    plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
-    plan.add_argument("--json", metavar="FILE", help="write all numbers")
-    plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
-    plan.add_argument("--data", default="train.jsonl", metavar="FILE", help="training data, for --out")
-    plan.add_argument("--trust-remote-code", action="store_true")
+    option("--hardware", metavar="FILE", help="JSON with measured numbers in the place of the datasheet's")
+    option("--seq", type=int, metavar="N", help="tokens of a sequence (with --one-gpu: 1024)")
+    option("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
+    option("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
+    option("--recompute", metavar="R", help="none, full, offload or n (default: the fastest of the others)")
+    option("--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer")
+    option("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
+    option("--dtype", default="auto", help="of the base; default: what the configuration says")
+    option("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, nvfp4, fp8 or keep")
+    option("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
+    option("--all", action="store_true", help="every topology, and why others cannot be (default: the best 5)")
+    option("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
+    option("--json", metavar="FILE", help="write all numbers")
+    option("--out", metavar="RUN.yaml", help="write the run file of the best")
+    option("--data", default="train.jsonl", metavar="FILE", help="training data, for --out")
+    option("--trust-remote-code", action="store_true")
     plan.set_defaults(run=_plan)
 
 

@@ -23,25 +23,20 @@ _DTYPES = ("float32", "float16", "bfloat16")
 def add(verbs: Any) -> None:
     help_ = "a served adapter: is it applied, to which modules not, at which scale?"
     parser = verbs.add_parser("served", help=help_, description=f"{help_[0].upper()}{help_[1:]}")
-    parser.add_argument(
-        "url", metavar="URL", help="of an OpenAI-compatible server (vLLM, SGLang): http://127.0.0.1:8000"
-    )
-    parser.add_argument("--model", metavar="FOLDER", required=True, help="the base")
-    parser.add_argument("--adapter", metavar="FOLDER", required=True, help="the adapter, as PEFT saves it")
-    parser.add_argument("--name", help="what the server calls the adapter, or the merged model")
-    parser.add_argument("--base-name", help="what it calls the base, if it serves that too")
-    parser.add_argument("--prompts", metavar="FILE", help="a text or a JSON list of token ids a line")
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, help="of the engine; without it any of them may explain a difference"
-    )
+    option = parser.add_argument
+    option("url", metavar="URL", help="of an OpenAI-compatible server (vLLM, SGLang): http://127.0.0.1:8000")
+    option("--model", metavar="FOLDER", required=True, help="the base")
+    option("--adapter", metavar="FOLDER", required=True, help="the adapter, as PEFT saves it")
+    option("--name", help="what the server calls the adapter, or the merged model")
+    option("--base-name", help="what it calls the base, if it serves that too")
+    option("--prompts", metavar="FILE", help="a text or a JSON list of token ids a line")
+    option("--dtype", choices=_DTYPES, help="of the engine; without it any of them may explain a difference")
     quantized = ("nf4", "int8", "fp8", "mxfp4", "nvfp4")
-    parser.add_argument(
-        "--quantization", choices=quantized, help="of the engine's base, which is then rounded here too"
-    )
-    parser.add_argument("--key-file", metavar="FILE", help="a file with the server's API key")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one answer (120)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run code of the base's folder")
-    parser.add_argument("--json", metavar="FILE", help="write what was found there")
+    option("--quantization", choices=quantized, help="of the engine's base, which is then rounded here too")
+    option("--key-file", metavar="FILE", help="a file with the server's API key")
+    option("--timeout", type=float, default=120.0, metavar="SECONDS", help="of one answer (120)")
+    option("--trust-remote-code", action="store_true", help="run code of the base's folder")
+    option("--json", metavar="FILE", help="write what was found there")
     parser.set_defaults(run=_run)
 
 
