@@ -217,7 +217,6 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
     """Slice arguments that carry all heads down to this rank's heads."""
     if not region.sliced:
         return
-    names = list(inspect.signature(module.forward).parameters)
 
     def cut(name: str, value: Any) -> Any:
         if name not in region.sliced or not isinstance(value, Tensor):
@@ -229,17 +228,12 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
             return value
         return value.tensor_split(tp.size, dim)[tp.rank]
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        own = tuple(cut(name, value) for name, value in zip(names, args, strict=False))
-        return own, {name: cut(name, value) for name, value in kwargs.items()}
-
-    module.register_forward_pre_hook(hook, with_kwargs=True)
+    map_arguments(module, cut)
 
 
 def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
     """Cut what a decoder layer is called with for each token besides the stream, as the stream is cut over tp."""
-    names = list(inspect.signature(layer.forward).parameters)
-    if not set(SECOND_INPUTS) & set(names):
+    if not set(SECOND_INPUTS) & set(inspect.signature(layer.forward).parameters):
         return
 
     def own(name: str, value: Any) -> Any:
@@ -247,16 +241,23 @@ def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
             return value
         return _second_input(cut, value)
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = tuple(own(name, value) for name, value in zip(names, args, strict=False))
-        return given, {name: own(name, value) for name, value in kwargs.items()}
-
-    layer.register_forward_pre_hook(hook, with_kwargs=True)
+    map_arguments(layer, own)
 
 
 def _second_input(cut: TokenCut, value: Tensor) -> Tensor:
     """`[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`."""
     return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
+
+
+def map_arguments(module: nn.Module, change: Callable[[str, Any], Any]) -> None:
+    """Call `module` with `change(name, value)` in place of each argument."""
+    names = list(inspect.signature(module.forward).parameters)
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = tuple(change(name, value) for name, value in zip(names, args, strict=False))
+        return own, {name: change(name, value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
-from meshlora.model.regions import map_output
+from meshlora.model.regions import map_arguments, map_output
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.context.context import ContextAttention, RowsOfMask, hold_context
 from meshlora.wings.context.context_cache import OF_KEYS, hold_cache
@@ -58,19 +57,8 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
         if not plan.holds(f"{plan.layers}.{index}"):
             continue
         _hold_mixers(model, plan, f"{plan.layers}.{index}", context, base)
-        names = list(inspect.signature(layer.forward).parameters)
-
-        def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
-            own = list(args[:1])  # the residual stream, which is cut already
-            for name, value in zip(names[1:], args[1:], strict=False):
-                own.append(cut_argument(context.held, name, value))
-            by_name = dict(kwargs)
-            for name in kwargs:
-                if name != "hidden_states":
-                    by_name[name] = cut_argument(context.held, name, kwargs[name])
-            return tuple(own), by_name
-
-        layer.register_forward_pre_hook(cut, with_kwargs=True)
+        stream = next(iter(inspect.signature(layer.forward).parameters))
+        map_arguments(layer, functools.partial(_cut_beside, context, stream))
 
 
 def _hold_mixers(model: Any, plan: ModelPlan, layer: str, context: ContextCut, base: str) -> None:
@@ -88,6 +76,11 @@ def _hold_mixers(model: Any, plan: ModelPlan, layer: str, context: ContextCut, b
             run_on_whole_rows(module, context, uncut)
         else:
             hold_cache(module, way, context)
+
+
+def _cut_beside(context: ContextCut, stream: str, name: str, value: Any) -> Any:
+    """An argument of a decoder layer, cut, but for the residual stream, which is cut already."""
+    return value if name in (stream, "hidden_states") else cut_argument(context.held, name, value)
 
 
 def is_balanced(config: Any, plan: ModelPlan) -> bool:
