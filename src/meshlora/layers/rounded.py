@@ -78,12 +78,6 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     return wide
 
 
-def forget_each(factors: Iterable[nn.Parameter]) -> None:
-    """Forget their copies."""
-    for factor in factors:
-        forget(factor, _Rounded)
-
-
 def _laid_out(flat: Tensor, like: Tensor) -> Tensor:
     """`flat` in the shape of `like`, and with its last two dims in the same order in memory."""
     if like.is_contiguous():
@@ -122,7 +116,8 @@ class Rounding:
             self._held = round_each(self._in_use(), dtype)
 
         def leave(*_: Any) -> None:
-            forget_each(self._held)
+            for factor in self._held:
+                forget(factor, _Rounded)
             self._held = []
 
         model.register_forward_pre_hook(enter)

@@ -96,8 +96,10 @@ def _whole_linears(model: nn.Module, experts: Mapping[str, ExpertsRule]) -> dict
     routers = frozenset().union(*(rule.routers for rule in experts.values()))
     found: dict[str, LinearRule] = {}
     for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear | Conv1D) or (name in routers and _returns_choice(module)):
+        if not isinstance(module, nn.Linear | Conv1D):
             continue
+        if name in routers and type(module).forward is not nn.Linear.forward:
+            continue  # a linear by inheritance only: it returns a choice of experts, not a product
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue  # inside nn.MultiheadAttention, which reads its weight and never calls it
         if name.endswith("sconv.weight_proj"):
@@ -385,11 +387,6 @@ def _positions(model: Any) -> tuple[str, ...]:
     number = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tokens = _name_of(model, model.get_input_embeddings())
     return tuple(n for n in tables if model.get_submodule(n).num_embeddings == number and n != tokens)
-
-
-def _returns_choice(router: nn.Module) -> bool:
-    """Whether a router is a linear by inheritance only: its forward returns a choice of experts, not a product."""
-    return type(router).forward is not nn.Linear.forward
 
 
 def _is_product(linear: nn.Linear | Conv1D) -> bool:

@@ -32,11 +32,6 @@ EXACT_DROPOUTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def is_exact_dropout(model_type: str, field: str) -> bool:
-    """Whether the dropout whose rate is configuration field `field` is exact on every mesh."""
-    return field in EXACT_DROPOUTS.get(model_type, {})
-
-
 def is_exact_module(model_type: str, name: str) -> bool:
     """Whether the `nn.Dropout` module `name` is exact on every mesh."""
     kind = f".{kind_of(name)}"
@@ -55,7 +50,7 @@ def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> No
     if disable and task_of(config) != CAUSAL and not getattr(config, "classifier_dropout", None):
         config.classifier_dropout = 0.0  # heads have one of 0.1 without being asked
     for part, name, value in _dropouts(config):
-        is_exact = is_exact_dropout(part.model_type, name)
+        is_exact = name in EXACT_DROPOUTS.get(part.model_type, {})  # on every mesh
         if disable is True or (disable == "unsupported" and not is_exact):
             setattr(part, name, type(value)(0))  # some families insist on whole numbers
         elif not is_exact:

@@ -29,8 +29,8 @@ from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
 from meshlora.run.advantages import with_advantages
 from meshlora.run.answers import Prompts, read_prompts
-from meshlora.run.checkpoint.identity import hash_of_data
-from meshlora.run.checkpoint.resuming import data_of_adapter, day_of_adapter
+from meshlora.run.checkpoint.identity import DATA, DATE, hash_of_data
+from meshlora.run.checkpoint.resuming import said_of_adapter
 from meshlora.run.config.run_file import RunConfig, paths_of
 from meshlora.run.distillation.teachers import load_teacher, teacher_of
 from meshlora.run.objectives import count, first_pass, loss_sums, of_reference
@@ -140,7 +140,7 @@ def prepare_evaluation(
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
     teacher_of(config, blueprint)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
-    begun = None if adapter is None else day_of_adapter(adapter)
+    begun = None if adapter is None else said_of_adapter(adapter, DATE)
     config = config.with_data(date=config.data.date or begun or day or today())
     texts = Texts(config.model, config.data, config.train.objective)
     tokenizer = texts.tokenizer()
@@ -161,7 +161,7 @@ def _check_split(config: RunConfig, trained: TokenizedDataset, adapter: Path | N
     """Refuse to evaluate the run's own adapter on rows that are not those held out of its training."""
     if adapter is None or not adapter.resolve().is_relative_to(Path(config.train.output).resolve()):
         return
-    there = data_of_adapter(adapter)
+    there = said_of_adapter(adapter, DATA)
     if there is not None and there != hash_of_data(trained.arrays):
         given = f"data.eval={config.data.eval} with the adapter in {adapter}"
         rule = "its run was trained on other data, or held out other rows, so that it may have been trained on these"

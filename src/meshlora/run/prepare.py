@@ -25,8 +25,8 @@ from meshlora.reading.places import places
 from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run.answers import prepare_answers
 from meshlora.run.asking import recorded
-from meshlora.run.checkpoint.identity import contents, identity
-from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
+from meshlora.run.checkpoint.identity import DATE, contents, identity
+from meshlora.run.checkpoint.resuming import day_of_run, going_on, said_of_adapter
 from meshlora.run.config.metrics import code_of
 from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig, paths_of
 from meshlora.run.distillation.teachers import teacher_of
@@ -118,7 +118,7 @@ def first_day(given: str | None, *, output: str, policy: str | None, resume: str
     """
     begun = None if resume is None else day_of_run(Path(output), resume)
     if begun is None and policy is not None:
-        begun = day_of_adapter(Path(policy))
+        begun = said_of_adapter(Path(policy), DATE)
     return given or begun or day or today()
 
 

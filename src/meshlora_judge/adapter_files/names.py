@@ -19,6 +19,7 @@ _RANK = re.compile(r"[._](?:tp_|ep_|dp_|pp_)?rank[_-]?\d+(?=[._]|$)")
 _PEFT = re.compile(r"\.(lora_(?:A|B|embedding_A|embedding_B)|lora_magnitude_vector)(?:\.(.+))?$")
 _TORCHTUNE = re.compile(r"\.(lora_a\.weight|lora_b\.weight|magnitude)$")
 _MEGATRON = re.compile(r"\.(?:adapters?|adapter_layer\.\w+)\.(linear_in|linear_out)\.weight$")
+_MCORE = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _SIDES = {"linear_in": "A", "linear_out": "B", "lora_a.weight": "A", "lora_b.weight": "B", "magnitude": "magnitude"}
 
 
@@ -74,7 +75,7 @@ def names_of(keys: Collection[str], config: Mapping[str, Any] | None, files: Col
     names = Names(parts, "PEFT")
     if any(re.search(r"\.experts\.\d+\.", part.module) for part in parts if part.side):
         names.layout = "PEFT with a module per expert, as vLLM reads"
-    elif any(_is_mcore(part.module) for part in parts):
+    elif any(part.module.rpartition(".")[2] in _MCORE for part in parts):
         names.layout = "PEFT with Megatron's names, as mcore-bridge writes"
     elif config is not None and dict(_mapping(config.get("auto_mapping"))).get("unsloth_fixed"):
         names.layout = "PEFT by unsloth"
@@ -85,10 +86,6 @@ def names_of(keys: Collection[str], config: Mapping[str, Any] | None, files: Col
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-def _is_mcore(module: str) -> bool:
-    return module.rpartition(".")[2] in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 
 
 def _other(key: str, pattern: re.Pattern[str]) -> Part:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshlora.run.checkpoint.identity import DATA, DATE, Contents, check_same, identity_of_contents, other_versions
+from meshlora.run.checkpoint.identity import DATE, Contents, check_same, identity_of_contents, other_versions
 from meshlora.run.checkpoint.manifest import NotWholeError, Saved, read_manifest, read_whole
 from meshlora_ground.errors import UserError
 from meshlora_ground.file_hash import FileHashes
@@ -125,16 +125,11 @@ def day_of_run(output: Path, given: str) -> str | None:
     return None
 
 
-def day_of_adapter(folder: Path) -> str | None:
-    """The day that chat templates wrote in the run that made the adapter in `folder`, where its manifest says it."""
+def said_of_adapter(folder: Path, name: str) -> str | None:
+    """`name` of the run that made the adapter in `folder`, where its manifest says it: the day that chat templates
+    wrote (DATE), the hash of its data (DATA)."""
     found = _manifest_of(folder)
-    return None if found is None else found.identity.get(DATE)
-
-
-def data_of_adapter(folder: Path) -> str | None:
-    """The hash of the data that the adapter in `folder` was trained on, where its manifest says it."""
-    found = _manifest_of(folder)
-    return None if found is None else found.identity.get(DATA)
+    return None if found is None else found.identity.get(name)
 
 
 def _manifest_of(folder: Path) -> Saved | None:

@@ -33,7 +33,7 @@ def planned_block(
             parameters[f"{name}.{place}"] = ParameterRule(dim, mixer.layout(module, pieces))
     wide_norms: dict[str, Layout] = {}
     if mixer.norm and f"{name}.{mixer.norm}.weight" in parameters:
-        layout = mixer.norm_layout(module)
+        layout = mixer.layout(module, "x", mixer.pieces["B"][0])  # groups are normalised apart
         if layout.groups % tp:
             wide_norms[f"{name}.{mixer.norm}"] = layout
     local: dict[str, dict[str, int]] = {}

@@ -89,10 +89,6 @@ class Mixer:
                 found[path] = values
         return found
 
-    def norm_layout(self, module: nn.Module) -> Layout:
-        """The layout of the width of `norm`; its groups are those that are normalised apart."""
-        return self.layout(module, "x", self.pieces["B"][0])
-
 
 def _int(module: nn.Module, name: str | int) -> int:
     """The attribute `name` of a module; a number itself."""
