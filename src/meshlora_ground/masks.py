@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+Key = int | Tensor
 POSITION_BITS = 32
 # Elements hashed at once: the memory needed besides the mask itself is a few words for each of these.
 _BLOCK = 2**22
@@ -71,10 +72,16 @@ def _key(words: str) -> int:
     return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big")
 
 
-def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
+def words_of(key: int) -> tuple[int, int]:
+    """The low and the high 32 bits."""
+    return key & _WORD, key >> 32
+
+
+def keep_mask(key: Key, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     """bool `[T, H]`: whether feature `features[h]` of token `tokens[t]` is kept, with probability 1 - p.
 
-    tokens: int64 `[T]`, any values; features: int64 `[H]`, in [0, 2**32). p: in [0, 1).
+    key: or its two words, low and high, int64 `[2]`. tokens: int64 `[T]`, any values; features: int64 `[H]`, in
+    [0, 2**32). p: in [0, 1).
     """
     assert 0.0 <= p < 1.0, p
     least = round(p * 2**32) - 2**31
@@ -84,7 +91,7 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     return kept
 
 
-def uniform(key: int, tokens: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
+def uniform(key: Key, tokens: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
     """`[T, H]`: a number in (-1, 1), all 2**32 equally likely, with mean 0; rounded to `dtype`. Else as `keep_mask`."""
     drawn = torch.empty(len(tokens), len(features), dtype=dtype, device=tokens.device)
     for block, hashed in _hashed(key, tokens, features):
@@ -92,7 +99,7 @@ def uniform(key: int, tokens: Tensor, features: Tensor, dtype: torch.dtype) -> T
     return drawn
 
 
-def _hashed(key: int, tokens: Tensor, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _hashed(key: Key, tokens: Tensor, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """(tokens, 32 hashed bits of each of their elements as int32 `[t, H]`), some tokens at a time."""
     first, second = _row_words(key, tokens).unsqueeze(-1)
     columns = _signed(features * _GOLDEN)
@@ -105,10 +112,10 @@ def _hashed(key: int, tokens: Tensor, features: Tensor) -> Iterator[tuple[slice,
         yield block, _xor_shift(x, 16)
 
 
-def _row_words(key: int, tokens: Tensor) -> Tensor:
+def _row_words(key: Key, tokens: Tensor) -> Tensor:
     """Two int32 words for each token, `[2, T]`."""
     low, high = tokens & _WORD, (tokens >> 32) & _WORD
-    one, other = key & _WORD, key >> 32
+    one, other = key if isinstance(key, Tensor) else words_of(key)
     words = _mixed(torch.stack([low ^ one, low + other]))
     words = _mixed(torch.stack([words[0] + high, words[1] ^ high]))
     return _signed(_mixed(torch.stack([words[0] ^ other, words[1] + (one + _GOLDEN)])))

@@ -58,6 +58,7 @@ def test_replayed_steps_are_the_eager_ones(folder: Path, tape: TapeRecorder) -> 
 
 METHODS: dict[str, dict[str, Any]] = {
     "dora": {"lora__use_dora": True},
+    "dropout": {"lora__lora_dropout": 0.25, "train__batch_size": 4},
     "lora-bias": {"lora__lora_bias": True},
     "orthogonal": {"lora__init_lora_weights": "orthogonal", "lora__use_rslora": True},
     "lora-fa": {"train__optimizer": "lora_fa"},
@@ -205,7 +206,7 @@ def test_without_a_gpu_on_is_refused_and_auto_runs_eagerly(folder: Path) -> None
 @pytest.mark.parametrize(
     ("why", "changes"),
     [
-        ("masks, noise and a loss scale are numbers of the host", {"train__neftune_alpha": 5.0}),
+        ("its numbers are those of the host, which change with each step", {"train__neftune_alpha": 5.0}),
         ("messages between ranks within a micro-batch are not recorded", {"topology": "tp=2"}),
         ("it is not proved in a record", {"train__recompute": "full"}),
     ],
@@ -219,3 +220,13 @@ def test_what_is_not_recorded_is_named(why: str, changes: dict[str, Any], folder
     assert any(
         note.startswith("train.cuda_graphs: auto: micro-batches run eagerly") and why in note for note in run.notes
     )
+
+
+def test_masks_of_the_recorded_step_end_the_run(
+    folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "words_of", lambda _: (0, 0))  # as when it was recorded
+    options = {"data__packing": False, "lora__lora_dropout": 0.25, **_FEW}
+    with pytest.raises(MeshloraError, match=r"of a recorded micro-batch of . x \d+ tokens is .* apart from the eager"):
+        _train(run_file(folder, "stale-masks", "", train__cuda_graphs="on", **options), 1)
+    assert tape.records

@@ -22,11 +22,11 @@ from meshlora.plan.own_dropouts import is_exact_module
 from meshlora.plan.rules import LinearRule
 
 
-def input_features(rule: LinearRule, tp: Axis) -> Tensor:
+def input_features(rule: LinearRule, tp: Axis, device: torch.device | str = "cpu") -> Tensor:
     """int64 `[in_local]`: the input features of the whole matrix that this rank holds."""
-    if rule.split is Split.ROW and rule.layout is not None:
+    if rule.split is Split.ROW and rule.layout is not None and tp.size > 1:
         return rule.layout.rows(rank=tp.rank, size=tp.size)
-    return torch.arange(rule.in_features, device="cpu")  # column-parallel and whole linears see all of them
+    return torch.arange(rule.in_features, device=device)  # column-parallel and whole linears see all of them
 
 
 class DropFunction(Function):

@@ -129,7 +129,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         assert self.tokens is not None
         if part is None:
             (part,) = self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
-        features = input_features(self.rule, self.tp).to(x.device)
+        features = input_features(self.rule, self.tp, x.device).to(x.device)
         # Not the module's own name: its output may have a dropout too.
         return self.tokens.mask(f"{self.rule.name}.lora_dropout", self.dropout[adapter], part, features)
 

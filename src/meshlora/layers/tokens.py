@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from meshlora.comm.groups import Axis
 from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.masks import POSITION_BITS, keep_mask, mask_key
+from meshlora_ground.masks import POSITION_BITS, Key, keep_mask, mask_key
 
 
 class CutsTokens(nn.Module):
@@ -45,7 +45,7 @@ class Mask:
             those of the columns in the whole matrix. p: the dropout probability.
     """
 
-    key: int
+    key: Key
     tokens: Tensor
     features: Tensor
     p: float
@@ -100,8 +100,11 @@ class Segment:
 class ForwardTokens:
     """The tokens of the running forward; one object per model, shared by its layers.
 
-    context: the cut over cp. sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens.
+    context: the cut over cp. sp: whether modules between regions see `tensor_split(tp)[rank]` of the flat tokens. keys:
+    of the masks of each module, where the device knows them and the host does not, as in a record.
     """
+
+    keys: Callable[[str], Key] | None = None
 
     def __init__(self, tp: Axis, *, sp: bool, context: ContextCut | None = None) -> None:
         self.tp, self.context, self.sp = tp, context, sp
@@ -195,7 +198,8 @@ class ForwardTokens:
 
     def mask(self, module: str, p: float, part: Part, features: Tensor) -> Mask:
         """The mask of `part` in `module`, whose columns are `features` of the whole matrix."""
-        return Mask(mask_key(part.share.seed, part.share.step, module), part.tokens, features, p)
+        key = mask_key(part.share.seed, part.share.step, module) if self.keys is None else self.keys(module)
+        return Mask(key, part.tokens, features, p)
 
 
 def _in_turn(shares: Sequence[Share], first: int, num_rows: int) -> list[Part]:

@@ -158,9 +158,7 @@ REFUSED: tuple[Refused, ...] = (
         "messages between ranks within a micro-batch are not recorded", f"use dp alone, or {_EAGER}"
     ),
     _refused(F.GRAPHS, F.EXPERTS)("the host reads how many rows each expert has", _EAGER),
-    _refused(F.GRAPHS, {F.LORA_DROPOUT, F.MODEL_DROPOUT, F.NOISE, F.FLOAT16})(
-        "masks, noise and a loss scale are numbers of the host, which change with each step", _EAGER
-    ),
+    _refused(F.GRAPHS, {F.NOISE, F.FLOAT16})("its numbers are those of the host, which change with each step", _EAGER),
     _refused(
         F.GRAPHS,
         {F.COMPARED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER, F.TASK, F.IMAGES}

@@ -114,6 +114,7 @@ class Trainer:
             how,
             label_smoothing=one.objective.label_smoothing,
             masks=lambda batch: self.masks([one], alone(batch)),
+            share=one.share,
             eager=lambda batch: self._losses(alone(batch), None)[0][0],
             say=one.reporter.say if is_auto else None,
         )

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.adapter.attach import Factor
+from meshlora.adapter.attach import Factor, runtime
 from meshlora.layers.row_lengths import lengths_of
+from meshlora.layers.tokens import Share
 from meshlora.loading.positions import most_positions
 from meshlora.run.graphs.buckets import Bucket, Static, padded_loss
 from meshlora.run.graphs.recorder import Recorder, Run
@@ -30,6 +31,8 @@ from meshlora.train.losses import to_head
 from meshlora.wings.packed_rows.by_sequence import PackedLengths
 from meshlora_ground.errors import MeshloraError, UnsupportedError, reason
 from meshlora_ground.float64 import lift
+from meshlora_ground.masks import mask_key, words_of
+from meshlora_ground.transfer import to_device
 
 _WAY_OUT = "set train.cuda_graphs: off"
 _MOST = 32  # records: each keeps little, but costs the time of four micro-batches
@@ -47,8 +50,8 @@ class _Record:
 class Graphs:
     """The records of the micro-batches of one adapter's training.
 
-    factors: those that are trained. masks: the context of a micro-batch. eager: its summed loss without a record. say:
-    called once where there can be no record, and the run goes on without; None: that ends the run.
+    factors: those that are trained. masks, share: the context and the tokens of a micro-batch. eager: its summed loss
+    without a record. say: called once where there can be no record, and the run goes on; None: that ends the run.
     """
 
     def __init__(
@@ -59,12 +62,16 @@ class Graphs:
         *,
         label_smoothing: float,
         masks: Callable[[Batch], AbstractContextManager[None]],
+        share: Callable[[Batch], Share],
         eager: Callable[[Batch], Tensor],
         say: Callable[[str], None] | None,
     ) -> None:
         self._model, self._factors, self._recorder = model, factors, recorder
         self._label_smoothing, self._masks, self._eager, self._say = label_smoothing, masks, eager, say
-        self._has_failed = False
+        self._share, self._has_failed = share, False
+        self._modules: dict[str, int] = {}  # with dropout -> place of the key of their masks
+        number = len(list(model.modules()))
+        self._keys = torch.zeros(2 * number, 2, dtype=torch.int64, device=factors[0].parameter.device)
         self._most = most_positions(model.config, model)
         self._records: dict[Bucket, _Record] = {}
         self._seen = set[Bucket]()
@@ -99,8 +106,7 @@ class Graphs:
         bucket = Bucket.of(batch, self._most)
         record = self._records.get(bucket)
         if record is not None:
-            record.static.fill(batch)
-            record.replay()
+            self._replay(record, batch)
             return record.loss.clone()  # the next replay writes there
         with self._masks(batch):
             loss = self._eager(batch)
@@ -113,12 +119,23 @@ class Graphs:
                 self._give_up(error)
         if record is not None:
             self._sums.zero_()
-            record.static.fill(batch)
-            record.replay()
+            self._replay(record, batch)
             if self._compare(bucket, record.loss, loss, expected):
                 self._records[bucket] = record
         self._sums.copy_(before).add_(expected)
         return loss
+
+    def _replay(self, record: _Record, batch: Batch) -> None:
+        record.static.fill(batch)
+        share = self._share(batch)
+        words = [words_of(mask_key(share.seed, share.step, module)) for module in self._modules]
+        if words:
+            self._keys[: len(words)].copy_(to_device(torch.tensor(words, device="cpu"), self._keys.device))
+        record.replay()
+
+    def _key(self, module: str) -> Tensor:
+        """The key of the masks of `module`, which the host writes before each replay."""
+        return self._keys[self._modules.setdefault(module, len(self._modules))]
 
     def _recorded(self, bucket: Bucket) -> _Record:
         """A record of what no batch has."""
@@ -134,7 +151,7 @@ class Graphs:
 
     def _both_ways(self, static: Static, total: Tensor) -> None:
         """What is recorded: the loss of `static` into `total`, its gradients added to the sums."""
-        with self._masks(static.batch), self._ending(static.ends):
+        with self._masks(static.batch), self._on_device(static.ends):
             with lift(self._model.dtype == torch.float64):
                 found = to_head(self._model, static.batch)
                 if isinstance(found, Tensor):
@@ -145,18 +162,19 @@ class Graphs:
         total.copy_(loss.detach())
 
     @contextlib.contextmanager
-    def _ending(self, ends: Tensor | None) -> Iterator[None]:
-        """Sequences of packed rows end in the block as `ends` says, and not as the host knows."""
-        if ends is None:
-            yield
-            return
-        running = lengths_of(self._model)
-        assert isinstance(running, PackedLengths)
-        running.ends.fixed = ends
+    def _on_device(self, ends: Tensor | None) -> Iterator[None]:
+        """In the block keys of masks, and `ends` of sequences of packed rows, are what the device has, not the host."""
+        running, dropout = lengths_of(self._model), runtime(self._model).dropout
+        if ends is not None:
+            assert isinstance(running, PackedLengths)
+            running.ends.fixed = ends
+        dropout.keys = self._key
         try:
             yield
         finally:
-            running.ends.fixed = None
+            dropout.keys = None
+            if isinstance(running, PackedLengths):
+                running.ends.fixed = None
 
     def _compare(self, bucket: Bucket, loss: Tensor, eager: Tensor, expected: Tensor) -> bool:
         """Compare loss and gradients of a replay with those of the eager micro-batch, by the rounding of the model.
