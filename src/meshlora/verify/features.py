@@ -395,7 +395,11 @@ class Feature(enum.StrEnum):
     SEVERAL_MICRO_BATCHES = "several_micro_batches", _run(lambda r: r.micro_batches > 1 and not r.case.packing)
     FOUR_MICRO_BATCHES = "four_micro_batches", _run(lambda r: r.micro_batches > 3)
     KEPT_ATTENTION = "kept_attention", _run(lambda r: r.case.recompute == "keep_attention")
-    OFFLOADED = "offloaded", _run(lambda r: r.case.recompute == "offload")
+    # Of a stage of one layer no other is fetched.
+    OFFLOADED = (
+        "offloaded",
+        _run(lambda r: r.case.recompute == "offload" and r.plan.num_layers > r.plan.topology.num_stages),
+    )
     IMAGES = "images", _run(lambda r: r.images)  # of some sequences
     IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
     IMAGE_BLOCKS = "image_blocks", _run(lambda r: "token_type_ids" in r.images)  # their tokens see each other
