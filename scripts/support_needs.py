@@ -20,14 +20,15 @@ _NEEDS = (
     (r"sees other tokens neither|states? of (its|their) own|itself numbers the tokens", "its reads of other tokens "
      "through transformers' cache or attention functions, which cp stands in for"),
     (r"reads \w+ of its attention mask", "a mask of whole rows for its own code under cp"),
-    (r"calls \w+ on its logits", "that operation over a split vocabulary, exact on each rank"),
+    (r"calls \w+ on its logits|sets the logits of", "that operation over a split vocabulary, exact on each rank"),
     (r"takes no text without (images|audio)|asks for mm_token_type_ids",
      "runs on images or sound, as its forward asks for; or a forward of transformers that takes text alone"),
     (r"second input that carries a gradient|residual stream is several|beside the residual stream|indexer runs once",
      "its second stream cut, sent and proved as the first one is"),
     (r"norm before its layers|past the border of sp|past the cut of sp", "that module's place in the plan: before or "
      "after the layers, with its own cut"),
-    (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once",
+    (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once|"
+     "it is one weight with",
      "a split of that form of layer"),
     (r"reads weights of layers, or of the embedding|device of its tower|last norm runs|share an activation|"
      "run three times, and stages once", "what other stages hold sent to this one, with its gradient"),

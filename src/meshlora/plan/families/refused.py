@@ -35,6 +35,7 @@ _REFUSED_SPLIT = {
         ("blip-2", "instructblip", "instructblipvideo"), "transformers' forward takes no text without images"
     ),
     "big_bird": "it puts other modules in place of its attention's when it runs on short texts",
+    "chameleon": "transformers' forward sets the logits of image tokens by their numbers, past the split of its head",
     "cpmant": "it takes the tokens of a prompt out of its stream after the layers, past the border of sp",
     "molmo2": "transformers' forward asks for mm_token_type_ids in training, which text alone does not have",
     "xmod": "its layers choose rows of the stream by their language, in whole texts",
