@@ -52,12 +52,16 @@ _NEEDS = (
 )  # fmt: skip
 
 
+# A proof of all families runs for half an hour, and must not end without its page; a test has no page with this.
+UNKNOWN = "not known: no pattern in scripts/support_needs.py"
+
+
 def need(reason: str) -> str:
     """What would be needed to have no such refusal. `need("model_type 'x': only decoder-only ...")`."""
     for pattern, words in _NEEDS:
         if re.search(pattern, reason):
             return words
-    raise KeyError(f"scripts/support_needs.py has no pattern for this reason: {reason}")
+    return UNKNOWN
 
 
 def needs_of(cells: Iterable[str]) -> str:
