@@ -12,6 +12,7 @@ and then different, or broken. Exit code 1 when one failed.
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import os
 import re
@@ -37,14 +38,17 @@ from tests.published_twins import Published, config_of, names, read_published, w
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
+from meshlora.verify.faults.of_objectives import as_proved
 from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes, run_proof
 from meshlora.verify.request import default_adapter, prepare_proof
+from meshlora.wings.found.feature import use_twins
 from meshlora_extra.planner.kinds import Shrunk, shrink
 from meshlora_extra.planner.memory import states_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_ground.versions import versions
+from meshlora_judge.twin import shrink_config
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/support.md"
@@ -73,7 +77,12 @@ class Finding:
 
     @property
     def words(self) -> str:
-        return f"{self.worst:.1e}" if self.status == "ready" else " ".join(self.reason.split())
+        if self.status != "ready":
+            return " ".join(self.reason.split())
+        published = self.published
+        use = [published.objective] if published.objective != "sft" else []
+        use += [published.files[name] for name in ("needs", "pickled") if name in published.files]
+        return f"{self.worst:.1e}" + (f" ({'; '.join(use)})" if use else "")
 
 
 def main() -> int:
@@ -105,8 +114,10 @@ def main() -> int:
 def plan(name: str, sizes: Sequence[int] = SIZES) -> Finding:
     """Plan a checkpoint at full size, on the meta device. Refused: a size cannot be, whatever divides."""
     found = Finding(name, read_published(name))
+    use_twins(functools.partial(shrink_config, tp=2))  # for families whose plan is found
     try:
-        base = make_blueprint(config_of(found.published), Topology(), BaseOptions(disable_dropout="unsupported"))
+        options, objective = BaseOptions(disable_dropout="unsupported"), as_proved(found.published.objective)
+        base = make_blueprint(config_of(found.published), Topology(), options, objective)
         shrunk = shrink(base.model)
         small = replace(base, model=shrunk.model).on(Topology())
         lora = default_adapter(lora_config({"r": 16, "target_modules": "all-linear"}, "lora"), small.plan)
@@ -148,7 +159,9 @@ def prove(finding: Finding, processes: Processes, seen: dict[str, Finding]) -> F
             twin = _digest(model, topologies)
             if twin in seen:
                 return replace(finding, status="ready", worst=seen[twin].worst)
-            request = Request(topologies, model=str(model), device="cpu", steps=2, cache_dir=Path(folder) / "cache")
+            objective = as_proved(finding.published.objective)
+            cache = Path(folder) / "cache"
+            request = Request(topologies, model=str(model), device="cpu", steps=2, cache_dir=cache, objective=objective)
             outcomes = list(run_proof(prepare_proof(request), processes))
     except UserError as error:
         return replace(finding, status="refused", reason=_without_folder(str(error)))

@@ -28,7 +28,7 @@ _NEEDS = (
     (r"norm before its layers|past the border of sp|past the cut of sp", "that module's place in the plan: before or "
      "after the layers, with its own cut"),
     (r"puts other modules in place|layers are reversible|by their language, in whole|weights that are stored once|"
-     "it is one weight with",
+     "it is one weight with|table of relative positions",
      "a split of that form of layer"),
     (r"reads weights of layers, or of the embedding|device of its tower|last norm runs|share an activation|"
      "run three times, and stages once", "what other stages hold sent to this one, with its gradient"),
@@ -42,7 +42,7 @@ _NEEDS = (
     (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|lacks vision_start",
      "transformers: it differs from itself there"),
     (r"zeroes the padding", "transformers: it differs from itself there"),
-    (r"embedding or its output head", "an embedding of that form, split by its rows"),
+    (r"embedding is a module|embedding or its output head", "an embedding of that form, split by its rows"),
     (r"has no twin|no twin of it|cannot be shrunk", "tiny sizes that fit together: a line in meshlora_judge/twin.py"),
     (r"no gradient: text does not pass", "the user: exclude_modules, as the message says; or images"),
     (r"is not read yet|it lacks \d+ weights", "a reader of that format in wings/quantized"),

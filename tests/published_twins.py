@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshlora.loading.blueprint import read_model_config
+from meshlora.verify.faults.of_objectives import as_proved
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import layers_of_twin, shrink_config
 from tests.packed import BLOCK, PUBLISHED
@@ -40,13 +41,16 @@ class Published:
         files: what config.json does not say. dtype: of its weights, where config.json has none. head: `its own`, where
             the class of its configuration ties it. experts: how they are stored. beside: weights that are not the
             model's (`mtp`, or a layer more than config.json counts). prefix: start of a name as transformers writes it
-            -> in the files.
+            -> in the files. pickled: that they are. needs: what a run file must say.
+        objective: what it is trained for. An encoder's twin has a head of it, which published files may lack: a new
+            one is drawn.
     """
 
     repository: str
     config: dict[str, Any]
     files: dict[str, Any] = field(default_factory=dict)
     unsure: tuple[str, ...] = ()
+    objective: str = "sft"
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -64,7 +68,7 @@ class Published:
         dtypes = [part[name] for part in parts for name in ("torch_dtype", "dtype") if name in part]
         experts = ", experts in MXFP4" if "fp4" in (given.get("expert_dtype"), self.config.get("expert_dtype")) else ""
         words = {
-            None: [*dtypes, "float32"][0],
+            None: [*dtypes, "float32"][0] + (", pickled" if "pickled" in self.files else ""),
             "fp8": f"FP8, {'128×128' if given.get('weight_block_size') else 'per tensor'}{experts}",
             "fbgemm_fp8": "FP8, per row (fbgemm)",
             "mxfp4": "MXFP4",
@@ -78,7 +82,10 @@ class Published:
 def read_published(name: str) -> Published:
     """The published checkpoint `Qwen--Qwen3-8B`."""
     found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-    return Published(found["repository"], found["config"], found.get("files", {}), tuple(found.get("unsure", ())))
+    unsure = tuple(found.get("unsure", ()))
+    return Published(
+        found["repository"], found["config"], found.get("files", {}), unsure, found.get("objective", "sft")
+    )
 
 
 def names() -> list[str]:
@@ -94,6 +101,7 @@ def config_of(published: Published) -> PretrainedConfig:
     config.dtype = config.dtype or published.files.get("dtype")
     if "head" in published.files:
         config.tie_word_embeddings = False
+    as_proved(published.objective).configure(config)  # its head
     return config
 
 

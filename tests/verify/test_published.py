@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from meshlora.plan.derive import plan_model
 from meshlora.verify.proof import Processes
+from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import shrink_config
 from tests.published_twins import config_of, names, read_published, stored_keys, write_published_twin
@@ -78,3 +79,13 @@ def test_twin_of_layers_that_differ_ends_with_the_kind_of_the_last() -> None:
     assert full == {int(layer) for layer in twin.to_dict()["per_layer_config"]}
     with torch.device("meta"):
         assert plan_model(AutoModelForCausalLM.from_config(twin), Topology.parse("tp=2")).experts
+
+
+def test_tables_of_relative_positions_are_refused_where_linears_are_split() -> None:
+    """Deberta's linears of tokens project them, too; without such a table its plan is found and proved."""
+    config = shrink_config(config_of(read_published("microsoft--deberta-v3-base")))
+    with torch.device("meta"):
+        model = AutoModelForSequenceClassification.from_config(config)
+    plan_model(model, Topology.parse("dp=2"))
+    with pytest.raises(UnsupportedError, match="a table of relative positions by linears"):
+        plan_model(model, Topology.parse("tp=2"))

@@ -61,7 +61,8 @@ def check_family(model: Any, topology: Topology) -> None:
 
     Raises:
         UnsupportedError: an encoder-decoder not of text, a family in `_REFUSED`, bloom with `slow_but_exact`; on
-            `topology` one in `_REFUSED_SPLIT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
+            `topology` one in `_REFUSED_SPLIT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`, deberta with
+            `relative_attention`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -69,6 +70,9 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(what, _REFUSED[config.model_type])
     if not topology.is_whole and config.model_type in _REFUSED_SPLIT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
+    if not topology.is_whole and getattr(config, "relative_attention", False):  # as deberta is published
+        rule = "its attention projects a table of relative positions by linears, too"
+        raise UnsupportedError(f"{what} on {topology}", rule, "use dp alone")
     # Of gpt2, with eager alone.
     if topology.size_over(TOKENS) > 1 and getattr(config, "reorder_and_upcast_attn", False):
         given = f"reorder_and_upcast_attn on {topology}"
