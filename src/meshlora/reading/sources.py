@@ -68,9 +68,10 @@ class Reading:
 
         tokenizer: whose chat template counts.
         """
-        own = {name: options.pop(name) for name in ("columns", "format") if name in options}
-        both = {name: options[name] for name in ("say", "on_bad_row") if name in options}
-        return Reading(**own, **both, has_template=tokenizer is not None and bool(tokenizer.chat_template))
+        columns, format = options.pop("columns", None), options.pop("format", "auto")
+        say, bad = options.get("say"), options.get("on_bad_row", ERROR)
+        has_template = tokenizer is not None and bool(tokenizer.chat_template)
+        return Reading(columns, format, say, bad, has_template=has_template)
 
 
 def read_records(
