@@ -56,6 +56,13 @@ def test_replayed_steps_are_the_eager_ones(folder: Path, tape: TapeRecorder) -> 
     assert tape.replays > tape.records
 
 
+def test_replays_of_one_record_in_a_step_are_added_up(folder: Path, tape: TapeRecorder) -> None:
+    """All rows are cut to one length: a replay writes where the one before it has."""
+    few = {"data__packing": False, "data__max_length": 48, "train__micro_batch_size": 1}
+    _both(folder, tape, "alike", **few)
+    assert tape.replays > 3 * tape.records
+
+
 METHODS: dict[str, dict[str, Any]] = {
     "dora": {"lora__use_dora": True},
     "dropout": {"lora__lora_dropout": 0.25, "train__batch_size": 4},
