@@ -62,7 +62,7 @@ def leaf_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layou
     if heads is None:
         return Layout.plain(width)
     # Of grouped-query attention: its keys and values are fewer than its queries.
-    is_shared = leaf.split is Split.COLUMN and bool(_KEY_OR_VALUE.fullmatch(path.rpartition(".")[2]))
+    is_shared = leaf.split is Split.COLUMN and any(map(_KEY_OR_VALUE.fullmatch, path.split(".")))
     number = heads.kv if is_shared else heads.query
     if width % number:
         raise UnsupportedError(path, f"its {width} features are not {number} heads of one size", "use tp=1")

@@ -18,7 +18,7 @@ from meshlora.model.regions import map_arguments, map_output
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.context.context import ContextAttention, RowsOfMask, hold_context
 from meshlora.wings.context.context_cache import OF_KEYS, hold_cache
-from meshlora.wings.context.mixing import OFFSET, PAST, WHOLE
+from meshlora.wings.context.mixing import OFFSET, PAST, WHOLE, keep_attention_of_one_token
 from meshlora.wings.context.passed_states import pass_states
 from meshlora.wings.context.whole_rows import UncutArguments, run_on_whole_rows
 from meshlora_ground.compat import transformers_attention, transformers_models
@@ -32,6 +32,7 @@ _TOKEN_DIMS = {
     "attention_scaling": (-4, -2),
     "per_layer_input": (-3, -2),
     "input_ids": (-2, -1),
+    "relative_distance": (-3, -2),  # of inkling2: of each query to each key, in all rows
 }
 
 
@@ -45,6 +46,7 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     base = transformers_models.attention_of(model.config.get_text_config()) or ""
     hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
+    keep_attention_of_one_token(model, base)
     if transformers_attention.views_as_its_input(parents[-1]):
         for name in {*plan.after} - {plan.head} or {f"{plan.layers}.{plan.num_layers - 1}"}:
             map_output(model.get_submodule(name), functools.partial(_kept, context))

@@ -8,6 +8,7 @@ a cache, by the cache's own methods. What does neither, and still sees others, i
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.mixers.mixers import mixer_of
-from meshlora_ground.compat import transformers_models
+from meshlora_ground.compat import transformers_attention, transformers_models
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import TOKENS
 
@@ -36,6 +37,8 @@ _BY_THEMSELVES = {
     "rwkv.modeling_rwkv.RwkvSelfAttention",
     "xlstm.modeling_xlstm.xLSTMLayer",
 }
+# Of streams of one token (transformers 5.24 computes it by the registry).
+_OF_ONE_TOKEN = "Inkling2BlockAttentionResidual"
 _POOLS = ("compress_rate", "index_kpool_compress_gate")  # attributes of parts of an attention
 # Attentions by the registry that make a mask or a bias of the keys, and so need them earlier than the registry's
 # function does.
@@ -90,9 +93,20 @@ def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:
     return replace(plan, attentions=tuple(attentions), recurrent=recurrent, mixing=mixing)
 
 
+def keep_attention_of_one_token(model: nn.Module, base: str) -> None:
+    """Let attention that sees no other token stay transformers' own, `base`, where others are ours."""
+    module: Any
+    for module in model.modules():
+        if type(module).__name__ == _OF_ONE_TOKEN and hasattr(module, "config"):
+            module.config = copy.copy(module.config)
+            transformers_attention.set_attention(module.config, base)
+
+
 def _way_of(module: nn.Module, state: tuple[str, ...]) -> str:
     """How `module` itself sees other tokens; "": not at all. state: that of its mixer's form."""
     name = f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
+    if type(module).__name__ == _OF_ONE_TOKEN:
+        return ""
     attends, reads = transformers_models.calls_attention(module), transformers_models.reads_keys(module)
     reaches, keeps = transformers_models.keeps_inputs(module), transformers_models.keeps_state(module)
     # Keys pooled over windows of tokens, by a compressor or in an indexer, may be of several ranks' tokens.

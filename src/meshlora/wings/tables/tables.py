@@ -15,7 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from packaging.version import Version
+
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, fused, fused_mlp, gated_mlp, separate
+from meshlora_ground.versions import version_of
 
 _ATTENTION = separate("self_attn")
 _GATED_ATTENTION = {**_ATTENTION, "self_attn.gate_proj": COLUMN}
@@ -77,6 +80,31 @@ def _falcon(config: Any) -> FamilyPlan:
         {"self_attention.query_key_value": fused("q k v", groups=groups), "self_attention.dense": ROW, **_DENSE_MLP},
         # With alibi the mask has a dim of heads too.
         sliced={"self_attention": {"alibi": 1, "attention_mask": 1}},
+    )
+
+
+def _inkling2(_: Any) -> FamilyPlan:
+    # Transformers 5.24 has modules around the linears, convolutions and clips of 5.23.
+    out, names = "o_proj", "q_proj k_proj v_proj r_proj gate_proj sink_proj"
+    convolutions, clips, bank = ("k_sconv", "v_sconv"), ("q_l2_clip", "rel_l2_clip"), "rel_logits_proj"
+    if Version(version_of("transformers")) >= Version("5.24"):
+        out, bank = "o_proj.linear", "relative_position_bias"
+        names = f"q_proj.linear k_proj.linear v_proj.linear {bank}.linear o_proj.gate_proj sink_proj"
+        convolutions, clips = ("k_proj.sconv", "v_proj.sconv"), ("q_proj.norm", f"{bank}.norm")
+    local, parameters = dict[str, tuple[str, ...]](), dict[str, int]()
+    for path in convolutions:
+        local[f"self_attn.{path}"] = ("num_heads",)
+        for name, dim in (("conv1d.weight", 0), ("static_weight", 1), ("weight_proj.weight", 0)):
+            parameters[f"self_attn.{path}.{name}"] = dim
+    for path in clips:
+        parameters[f"self_attn.{path}.scale"] = 0
+    return FamilyPlan(
+        separate("self_attn", out=out, names=names),
+        local=local,
+        parameters=parameters,
+        whole=(f"self_attn.{bank}.proj",),
+        token_wise=("attention_input", "mlp_input"),
+        after=("final_input",),
     )
 
 
@@ -168,22 +196,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "granite_swa": FamilyPlan(_LLAMA.leaves, parameters=_SINKS),
     "granitemoe_swa": FamilyPlan(_GRANITE_MOE.leaves, parameters=_SINKS),
     "hunyuan_v1_moe": FamilyPlan({**_ATTENTION, **gated_mlp("mlp.shared_mlp")}),
-    "inkling2_text": FamilyPlan(
-        separate("self_attn", names="q_proj k_proj v_proj r_proj gate_proj sink_proj"),
-        local={"self_attn.k_sconv": ("num_heads",), "self_attn.v_sconv": ("num_heads",)},
-        parameters={
-            **_CONVOLVED_KEYS,
-            "self_attn.k_sconv.static_weight": 1,
-            "self_attn.v_sconv.static_weight": 1,
-            "self_attn.k_sconv.weight_proj.weight": 0,
-            "self_attn.v_sconv.weight_proj.weight": 0,
-            "self_attn.q_l2_clip.scale": 0,
-            "self_attn.rel_l2_clip.scale": 0,
-        },
-        whole=("self_attn.rel_logits_proj.proj",),
-        token_wise=("attention_input", "mlp_input"),
-        after=("final_input",),
-    ),
+    "inkling2_text": _inkling2,
     "inkling_text": FamilyPlan(
         {**separate("self_attn", names="q_proj k_proj v_proj r_proj"), **_DENSE},
         parameters=_CONVOLVED_KEYS,
