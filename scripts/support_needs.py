@@ -38,7 +38,7 @@ _NEEDS = (
     (r"exactly one list of decoder layers", "a plan that knows which list is the decoder, and keeps the others whole"),
     (r"several models", "the user: the part that is a language model, as a checkpoint of its own"),
     (r"conversion on load", "that conversion read in model/stored.py"),
-    (r"PEFT renames its factors", "PEFT: a name that it takes for that of the module"),
+    (r"PEFT does not load|renames those of an adapter|PEFT renames its factors", "names that PEFT reads back"),
     (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|lacks vision_start",
      "transformers: it differs from itself there"),
     (r"zeroes the padding", "transformers: it differs from itself there"),

@@ -109,6 +109,13 @@ def test_what_is_not_proved_with_an_encoder_is_refused(
         prepare_run(read_run(pairs_file(tmp_path, "wrong", topology, base, **changes)))
 
 
+@pytest.mark.parametrize("name", ["MarianMTModel", "T5GemmaForConditionalGeneration"])
+def test_embeddings_in_a_form_that_is_not_read_are_refused_in_words(name: str) -> None:
+    config = twin_config("marian" if name.startswith("Marian") else "t5gemma", architectures=[name])
+    with pytest.raises(UnsupportedError, match=f"'{config.model_type}' with its encoder.*in other forms than"):
+        make_blueprint(config, Topology(), BaseOptions())
+
+
 def test_no_record_of_a_decoder_alone_is_one_of_it_with_its_encoder() -> None:
     config = twin_config("bart", architectures=["BartForConditionalGeneration"])
     blueprint = make_blueprint(config, Topology(tp=2), BaseOptions())

@@ -83,5 +83,8 @@ def check_family(model: Any, topology: Topology) -> None:
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
         rule = "it slices a weight past its adapter"
         raise UnsupportedError("slow_but_exact", rule, "set it to false in config.json")
+    if config.model_type in ("marian", "t5gemma") and reads_pairs(config):
+        rule = "its embeddings and positions are stored in other forms than those of t5 and bart, which are not read"
+        raise UnsupportedError(f"{what} with its encoder", rule, "use t5, bart or their kin, or its decoder alone")
     if config.is_encoder_decoder and not reads_pairs(config):
         raise UnsupportedError(what, "of encoder-decoders, those that read text alone are supported")
