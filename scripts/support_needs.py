@@ -14,8 +14,9 @@ _NEEDS = (
     (r"No module named|requires the .* library", "the user: install the named package; it is no dependency of ours"),
     (r"nor meshlora has a tensor-parallel plan", "a line in wings/tables/tables.py, and a proof"),
     (r"only decoder-only|of encoder-decoders", "an encoder of images: what it reads in pairs, and its layers whole"),
-    (r"custom code which must be", "the user: trust_remote_code, where its code passes the preflight; else a class in "
-     "transformers"),
+    (r"leave out auto_map", "the user: two lines of config.json, as the message says"),
+    (r"custom code which must be|its own code is not trusted",
+     "the user: trust_remote_code, where its code passes the preflight; else a class in transformers"),
     (r"Unrecognized configuration class", "an Auto class of transformers that makes it a language model"),
     (r"sees other tokens neither|states? of (its|their) own|itself numbers the tokens", "its reads of other tokens "
      "through transformers' cache or attention functions, which cp stands in for"),

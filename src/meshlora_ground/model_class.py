@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshlora_ground.tasks import CAUSAL, class_of_task, task_of
 
@@ -47,6 +48,12 @@ def own_class(config: PretrainedConfig) -> Any:
 def reads_pairs(config: PretrainedConfig) -> bool:
     """Whether its model is an encoder-decoder of text: it reads a prompt by its encoder, and writes a completion."""
     return bool(getattr(config, "is_encoder_decoder", False)) and _found(config)[0] is AutoModelForSeq2SeqLM
+
+
+def family_of(architectures: Any) -> str | None:
+    """The only model_type whose causal model in transformers is named by `architectures`; None: there is none."""
+    found = [family for family, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if [name] == architectures]
+    return str(found[0]) if len(found) == 1 else None
 
 
 def take_quantization(config: PretrainedConfig) -> Any:

@@ -212,6 +212,21 @@ def test_code_of_a_configuration_runs_where_it_is_trusted(
     assert type(found).__name__ == ("OwnConfig" if trusted else "LlamaConfig")
 
 
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("DeepseekV3ForCausalLM", "write model_type 'deepseek_v3' there, and leave out auto_map"),
+        ("OwnForCausalLM", "its own code is not trusted; set trust_remote_code if you trust that code"),
+    ],
+)
+def test_family_of_own_code_is_told_by_its_architecture(architecture: str, words: str, setup: Setup) -> None:
+    """kimi_k2 is deepseek_v3 under another name."""
+    own = {"AutoConfig": "configuration_own.OwnConfig"}
+    setup.config(model_type="kimi_k2", architectures=[architecture], auto_map=own)
+    with pytest.raises(UserError, match=re.escape(words)):
+        read_model_config(setup.model)
+
+
 @for_each("option", MOST)
 def test_the_most_of_an_option_is_taken_and_no_more(option: str) -> None:
     group, _, name = option.partition(".")

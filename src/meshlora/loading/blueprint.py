@@ -37,7 +37,7 @@ from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
 from meshlora_ground.limits import OutOfTimeError, time_limit
-from meshlora_ground.model_class import model_class, take_quantization
+from meshlora_ground.model_class import family_of, model_class, take_quantization
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_ground.reading import no_such_folder
 from meshlora_ground.tasks import CAUSAL
@@ -284,9 +284,14 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     model_type = stored.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise UserError(f"{file}: model_type {model_type!r}", "it must be text")
-    if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in stored:
-        rule = f"transformers {transformers.__version__} has no such family"
-        raise UserError(f"{file}: model_type {model_type!r}", rule, did_you_mean(model_type, CONFIG_MAPPING))
+    if model_type is not None and model_type not in CONFIG_MAPPING and not (trust_remote_code and "auto_map" in stored):
+        rule, way_out = f"transformers {transformers.__version__} has no such family", ""
+        if known := family_of(stored.get("architectures")):  # of kimi_k2, as transformers reads it inside kimi_k25
+            way_out = f"it names the model of {known}: write model_type {known!r} there, and leave out auto_map"
+        elif "auto_map" in stored:
+            rule, way_out = f"{rule}, and its own code is not trusted", "set trust_remote_code if you trust that code"
+        way_out = way_out or did_you_mean(model_type, CONFIG_MAPPING)
+        raise UserError(f"{file}: model_type {model_type!r}", rule, way_out)
     check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
