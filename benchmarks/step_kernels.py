@@ -223,6 +223,10 @@ def ours(shape: Shape, num_layers: int, *, kernels: str = "none", **more: Any) -
         if kernels != "none":
             fuse(built, kernels)
         model = assemble(built, blueprint, mesh, fake_run, optimizer="adamw")
+        if kernels == "fused":
+            from meshlora.wings.kernels.loss_chunk import chunk_kernels, note_logits
+
+            note_logits(model, chunk_kernels())  # of the head, which is split only now
         factors = active_factors(model)
         for factor in factors:
             factor.parameter.requires_grad_()
@@ -262,7 +266,7 @@ def fuse(model: Any, kernels: str) -> None:
 
     gate = liger.Gate(torch.ops.counted.gate, lambda *given: torch.ops.counted.gate_back(*given), F.silu)
     nothing: Any = None  # the norms of this shape have torch's backward
-    more = {}
+    more: dict[str, Any] = {}
     if kernels == "fused":
         from meshlora.wings.kernels.tails import tails
 

@@ -62,6 +62,8 @@ def test_a_step_of_8b_is_as_short_as_was_asked_for(kernels: ModuleType, counted:
     rates = {name: 4096 / step.seconds(GPUS["h100"], *kernels.PARTS) for name, (step, _) in counted.items()}
     assert rates["PEFT"] < kernels.TARGET_RATE <= rates["meshlora"] < rates["with liger"] < rates["least"]
     assert rates["and in float8"] > 1.15 * rates["with liger"]
+    assert rates["fused"] > 15_300
+    assert rates["fused, in float8"] > 18_800
 
 
 def test_products_do_the_arithmetic_of_the_shape(kernels: ModuleType, counted: dict[str, Any]) -> None:

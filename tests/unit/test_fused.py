@@ -21,6 +21,7 @@ from meshlora.wings.kernels import kernels as module
 from meshlora.wings.kernels.fused import FusedGate, FusedRotation, fusable, fuse
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels
+from meshlora.wings.kernels.loss_chunk import chunk_kernels
 from meshlora.wings.kernels.tails import tails
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -140,7 +141,7 @@ def test_load_refuses_them_on_a_cpu() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_right_kernels_pass_their_check(dtype: torch.dtype) -> None:
-    check_kernels(dataclasses.replace(STAND_IN, tails=tails()), CPU, dtype)
+    check_kernels(dataclasses.replace(STAND_IN, tails=tails(), chunk=chunk_kernels()), CPU, dtype)
 
 
 def _wrong() -> dict[str, Kernels]:
@@ -156,6 +157,9 @@ def _wrong() -> dict[str, Kernels]:
         of_factors = own.back(*(tensor.clone() for tensor in others), dz, scale)[3]
         return *own.back(*others, 0 * dz, scale)[:3], of_factors
 
+    def without_label(logits: Tensor, sums: Tensor, real: int, place: Tensor, is_here: Tensor) -> Tensor:
+        return chunk_kernels().gradient(logits, sums, real, place, is_here & False)
+
     def twice(gate: Tensor, up: Tensor, z: Tensor, *rest: Any) -> Any:
         return own.forward(gate, up, 2 * z, *rest)
 
@@ -166,6 +170,7 @@ def _wrong() -> dict[str, Kernels]:
         "turned forward": change(STAND_IN, rotate_back=STAND_IN.rotate),
         "a term of A": change(STAND_IN, tails=own._replace(back=without_a)),
         "a term of B twice": change(STAND_IN, tails=own._replace(forward=twice)),
+        "a term of the loss": change(STAND_IN, chunk=chunk_kernels()._replace(gradient=without_label)),
         "signature": change(STAND_IN, rotate=lambda q, k: (q, k)),
         **{name: change(STAND_IN, gates={"silu": gate._replace(back=wrong)}) for name, wrong in back.items()},
     }
@@ -173,7 +178,7 @@ def _wrong() -> dict[str, Kernels]:
 
 @pytest.mark.parametrize("name", _wrong())
 def test_a_kernel_with_other_numbers_is_refused(name: str) -> None:
-    rule = r"low-rank terms .*; use model\.kernels: liger" if "term" in name else r"liger-kernel's .*; use .*: none"
+    rule = r"our .*; use model\.kernels: liger" if "term" in name else r"liger-kernel's .*; use .*: none"
     with pytest.raises(UnsupportedError, match=rule):
         check_kernels(_wrong()[name], CPU, torch.bfloat16)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +15,12 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
+from meshlora.layers.head_loss import ChunkKernels
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels import kernels as chosen
+from meshlora.wings.kernels import loss_chunk
 from meshlora.wings.kernels import tails as module
+from meshlora.wings.kernels.liger import check_kernels
 from meshlora.wings.kernels.tails import GateFunction, Tails, tails
 from tests.kernels import STAND_IN
 from tests.twins import make_batches, make_twin
@@ -88,6 +92,13 @@ def test_kernels_compute_what_autograd_does(dtype: torch.dtype, limit: float, ra
     """By the interpreter, which computes bfloat16 wrongly."""
     found = distances(drawn(dtype, ranks), Tails(module._on_gpu, module._back_on_gpu))
     assert max(found.values()) < limit, found
+
+
+@pytest.mark.liger
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_kernels_of_the_loss_compute_its_definition(dtype: torch.dtype) -> None:
+    own = ChunkKernels(loss_chunk._sums_on_gpu, loss_chunk._gradient_on_gpu)
+    check_kernels(dataclasses.replace(STAND_IN, chunk=own), torch.device("cpu"), dtype)
 
 
 # As on a GPU, which the interpreter is not: it takes what the compiler refuses.

@@ -97,4 +97,5 @@ OF_TAILS = {
     "tail_left_out_of_gradient_of_product": ("backward", "model.layers.1.post_attention_layernorm"),
     "tail_gradients_of_gate_and_up_exchanged": ("gradients", "model.layers.1.mlp.up_proj.lora_B"),
     "tail_without_scale_of_next_linear": ("forward", "model.layers.0.mlp.down_proj"),
+    "chunk_gradient_without_labels": ("backward", "model"),
 }

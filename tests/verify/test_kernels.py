@@ -58,7 +58,7 @@ def test_a_model_with_kernels_trains_as_one_process(topology: str, faults: tuple
 @pytest.mark.parametrize(
     ("topology", "faults"),
     [
-        ("", ("tail_left_out_of_gradient_of_product",)),
+        ("", ("tail_left_out_of_gradient_of_product", "chunk_gradient_without_labels")),
         pytest.param("tp=2,sp", tuple(OF_TAILS), marks=pytest.mark.proof),
         pytest.param("dp=2,dp_shard", (), marks=pytest.mark.proof),
         pytest.param("cp=2", (), marks=pytest.mark.proof),

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis
+from meshlora.layers.notes import noted
 from meshlora_ground.compat.torch_tensors import assert_on_device
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import is_lifted, lift, wide_dtype
@@ -37,6 +38,17 @@ CHUNK_BYTES_OF_GPU = 512 * 2**20
 _TILE = 256  # rows
 
 Head = Callable[[Tensor], Tensor]
+
+
+class ChunkKernels(NamedTuple):
+    """Two passes over the logits of a chunk, in place of several: a note on these (`wings.kernels.loss_chunk`).
+
+    sums: sums `[4, t]`, logits, number of real ones, place and is_here of `Targets` -> m, Z, x[label] of this rank.
+    gradient: logits, sums of all ranks, the same three -> the gradient without smoothing, written over the logits.
+    """
+
+    sums: Callable[..., Tensor]
+    gradient: Callable[..., Tensor]
 
 
 def shifted(labels: Tensor) -> Tensor:
@@ -219,6 +231,13 @@ class ChunkLoss:
             exps.sub_(eps / self.vocab)
         gradient.scatter_add_(1, targets.place, targets.minus)
 
+    def by_kernels(self, kernels: ChunkKernels, logits: Tensor, targets: Targets, sums: Tensor) -> Tensor:
+        """As a call, without smoothing; -> the gradient, in the dtype of the logits."""
+        given = self.num_real(logits.shape[1]), targets.place, targets.is_here
+        kernels.sums(sums, logits, *given)
+        self._divisor(sums)
+        return kernels.gradient(logits, sums, *given)
+
     def _divisor(self, sums: Tensor) -> Tensor:
         """sums `[4, t]` of this rank's logits -> of all ranks'; and what this rank's exponentials are divided by."""
         if self.axis.size == 1:
@@ -336,8 +355,12 @@ class Chunks:
                 logits = self.head(x)
             if not targets:
                 targets.append(self.loss.targets(self.labels, logits.shape[1]))
-            d_logits, own = buffer.resize_(logits.shape), targets[0].of(chunk)
-            self.loss(logits.detach(), own, d_logits, of_tokens[:, chunk])
+            own, kernels = targets[0].of(chunk), noted(logits, ChunkKernels)
+            if kernels is not None and scores is None and weights is None and not self.loss.label_smoothing:
+                d_logits = self.loss.by_kernels(kernels, logits.detach(), own, of_tokens[:, chunk])
+            else:
+                d_logits = buffer.resize_(logits.shape)
+                self.loss(logits.detach(), own, d_logits, of_tokens[:, chunk])
             if scores is not None:
                 scores(logits.detach(), own, d_logits, chunk, self.loss)
             if not inputs:

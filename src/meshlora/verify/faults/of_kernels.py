@@ -89,7 +89,7 @@ def tail_left_out_of_gradient_of_product(kernels: Kernels | None, *_: Any, **__:
     """the gradient of the product has the term of the A after it"""
 
     def without(own: Tails) -> Tails:
-        def back(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def back(*given: Any) -> Any:
             *others, a, dz, scale = given
             of_a = own.back(*(tensor.clone() for tensor in others), a, dz, scale)[3][:, -len(a) :]
             *found, of_factors = own.back(*others, 0 * a, dz, scale)
@@ -106,7 +106,7 @@ def tail_gradients_of_gate_and_up_exchanged(kernels: Kernels | None, *_: Any, **
     """each B has the gradient of its own term"""
 
     def exchanged(own: Tails) -> Tails:
-        def back(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        def back(*given: Any) -> Any:
             *found, of_factors = own.back(*given)
             r = given[3].shape[1]  # of both z
             parts = of_factors[:, r : 2 * r], of_factors[:, :r], of_factors[:, 2 * r :]
@@ -128,3 +128,16 @@ def tail_without_scale_of_next_linear(kernels: Kernels | None, *_: Any, **__: An
         return own._replace(forward=forward)
 
     return _with_tails(kernels, unscaled)
+
+
+@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
+def chunk_gradient_without_labels(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+    """the gradient of a label's logit is p - 1"""
+    if kernels is None or kernels.chunk is None:
+        return kernels
+    gradient = kernels.chunk.gradient
+
+    def without(logits: Tensor, sums: Tensor, real: int, place: Tensor, is_here: Tensor) -> Tensor:
+        return gradient(logits, sums, real, place, is_here & False)
+
+    return dataclasses.replace(kernels, chunk=kernels.chunk._replace(gradient=without))

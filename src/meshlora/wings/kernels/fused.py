@@ -30,6 +30,7 @@ from meshlora.layers.notes import note
 from meshlora.wings.kernels.gate_recompute import Activation, Product
 from meshlora.wings.kernels.known_code import digest, undecorated
 from meshlora.wings.kernels.liger import Gate, Kernels
+from meshlora.wings.kernels.loss_chunk import note_logits
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
 from meshlora.wings.kernels.rotary import rotates, with_rotation
 from meshlora.wings.kernels.tails import Tails, gated_mlp
@@ -70,6 +71,8 @@ def gates_of_silu(model: nn.Module) -> list[str]:
 
 def fuse(model: nn.Module, kernels: Kernels) -> None:
     """Let every module of `model` whose code is known compute with `kernels`. Before other forwards are given."""
+    if kernels.chunk is not None:
+        note_logits(model, kernels.chunk)
     for module in model.modules():
         if "forward" in vars(module):  # it is of another stage
             continue

@@ -17,6 +17,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.kernels.fused import fusable, gates_of_silu
 from meshlora.wings.kernels.liger import Kernels, check_kernels, liger, liger_version
+from meshlora.wings.kernels.loss_chunk import chunk_kernels
 from meshlora.wings.kernels.tails import MOST_RANK, tails
 from meshlora_ground.errors import UserError
 
@@ -99,6 +100,8 @@ def kernels_of(options: BaseOptions, *, device: torch.device, dtype: torch.dtype
     """The kernels that `options` ask for, which give the right numbers on this device; None: none."""
     if options.kernels not in ("liger", "fused"):
         return None
-    kernels = dataclasses.replace(liger(), tails=tails() if options.kernels == "fused" else None)
+    kernels = liger()
+    if options.kernels == "fused":
+        kernels = dataclasses.replace(kernels, tails=tails(), chunk=chunk_kernels())
     check_kernels(kernels, device, dtype)
     return kernels

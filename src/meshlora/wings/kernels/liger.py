@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.layers.head_loss import ChunkKernels
 from meshlora.wings.kernels.tails import Tails
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.transfer import to_device
@@ -56,6 +57,7 @@ class Kernels:
         rotate_back: their gradients -> those of q and k. May write over them.
         gates: name of an activation -> its gate.
         tails: in place of SiLU's gate, with low-rank terms, which are no package's; None: not asked for.
+        chunk: of the loss, beside `tails`.
         errors: what a function raises that cannot run.
     """
 
@@ -65,6 +67,7 @@ class Kernels:
     rotate_back: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
     gates: Mapping[str, Gate]
     tails: Tails | None = None
+    chunk: ChunkKernels | None = None
     errors: tuple[type[Exception], ...] = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -150,6 +153,7 @@ def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype) ->
         ("liger-kernel's rotation", lambda: _of_rotation(kernels, drawn), "none"),
         ("liger-kernel's gate", lambda: _of_gates(kernels, drawn), "none"),
         ("our gate with low-rank terms", lambda: _of_tails(kernels, drawn), "liger"),
+        ("our loss of a chunk", lambda: _of_chunk(kernels, drawn), "liger"),
     ):
         given, way_out = f"{name} on {device.type} in {dtype}", f"use model.kernels: {instead}"
         try:
@@ -220,3 +224,21 @@ def _of_tails(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]
     yield from zip((d_gate, d_up), right[:2], strict=True)
     yield of_z.sum(0), torch.cat(right[2:4], 1)
     yield of_factors.sum(0), torch.cat([right[4].T, right[5].T, right[6]])
+
+
+def _of_chunk(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
+    if kernels.chunk is None:
+        return
+    tokens, width, real = 5, 9000, 8990  # the rest is padding
+    logits, exact = drawn(tokens, width)
+    labels = torch.tensor([3, 8989, 0, 4096, 17], device="cpu")
+    is_here = torch.tensor([True, True, False, True, True], device="cpu")  # of another rank
+    place = to_device(labels.unsqueeze(1), drawn.device), to_device(is_here, drawn.device)
+    sums = torch.zeros(4, tokens, device=drawn.device)
+    kernels.chunk.sums(sums, logits, real, *place)
+    exact = exact[:, :real]
+    top = exact.amax(1)
+    right = torch.stack([top, (exact - top.unsqueeze(1)).exp().sum(1), exact[range(tokens), labels] * is_here])
+    yield sums[:3], right
+    gradient = exact.softmax(1) - F.one_hot(labels, real) * is_here.unsqueeze(1)
+    yield kernels.chunk.gradient(logits, sums, real, *place), F.pad(gradient, (0, width - real))

@@ -76,7 +76,7 @@ def _plain(leaf: nn.Module) -> str | None:
     if type(leaf) is not ParallelLinear or (leaf.bias is not None and leaf.bias.requires_grad):
         return None
     name = leaf.in_use
-    return None if name in leaf.variants else name
+    return None if name is None or name in leaf.variants else name
 
 
 class _Product(Function):
