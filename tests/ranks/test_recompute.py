@@ -122,6 +122,7 @@ def test_gradients_are_the_same_bits_and_less_is_kept(
         once = plain["attentions"]
         assert once >= LAYERS
         assert (found["full"]["attentions"], found["keep_attention"]["attentions"]) == (2 * once, once)
+        assert found["offload"]["held"] < found["full"]["held"], "without inputs of layers"
         assert found["full"]["held"] < 0.75 * found[2]["held"] < 0.75 * 0.8 * plain["held"]
 
 
