@@ -41,8 +41,8 @@ DIFFERENT = {
     **dict.fromkeys(
         (
             *("bailing_hybrid", "bamba", "falcon_h1", "glm5_next", "granitemoehybrid", "kimi_linear", "mamba2"),
-            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5"),
-            *("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+            *("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax", "nemo_speechlm", "nemotron_h", "olmo_hybrid"),
+            *("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
         ),
         "a mixer with heads of its own is whole",
     ),

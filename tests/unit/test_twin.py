@@ -117,7 +117,8 @@ def _model(config: PretrainedConfig, device: str) -> Any:
 
 
 # Each feature needs a layer of its own, or a size cannot be smaller (a head of hunyuan_vl: four parts of M-RoPE).
-LARGER = dict.fromkeys(("gemma4", "glm5_next", "hunyuan_vl", "inkling2"), 5_000_000) | {"inkling_mm_model": 13_000_000}
+LARGER = dict.fromkeys(("gemma4", "glm5_next", "hunyuan_vl", "inkling2", "deepseek_ocr2", "nemo_speechlm"), 5_000_000)
+LARGER |= {"inkling_mm_model": 13_000_000, "unlimited_ocr": 6_000_000}
 
 
 @pytest.mark.long
