@@ -87,12 +87,40 @@ def assert_merged(model: Path, adapter: Path, out: Path, *, base: Tensor | None 
     assert (logits(load(out)) - expected).abs().max() <= 1e-5 * expected.abs().max().clamp(min=1)
 
 
-def test_names_that_peft_changes_on_loading_are_read_as_it_reads_them(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "laguna")
-    lora = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "up_proj", "down_proj"]}
-    write_adapter(model, lora, tmp_path / "adapter", seed=0, trust_remote_code=False)
-    assert any(".mlp.shared_expert." in key for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-    assert_merged(model, tmp_path / "adapter", tmp_path / "out")
+RENAMED: dict[str, tuple[dict[str, Any], str]] = {
+    "laguna": ({"target_modules": ["q_proj", "up_proj", "down_proj"]}, ".mlp.shared_expert."),
+    "mistral_large4": (
+        {"target_modules": ["o_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        ".layers.1.experts.",
+    ),
+}
+
+
+@for_each("family", RENAMED)
+def test_names_that_peft_changes_on_loading_are_read_as_it_reads_them(family: str, tmp_path: Path) -> None:
+    lora, written = RENAMED[family]
+    model = tmp_path / "model"
+    write_twin(twin_config(family), model, dtype=torch.float32, seed=0)
+    write_adapter(model, {"r": 4, "lora_alpha": 12} | lora, tmp_path / "adapter", seed=0, trust_remote_code=False)
+    assert any(written in key for key in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    merged = merge(model, tmp_path / "adapter", tmp_path / "out", config=read_model_config(model))
+    assert "logits of transformers + peft: relative difference" in merged.check
+
+
+@pytest.mark.parametrize("projections", [("gate_proj",), ("gate_proj", "up_proj", "down_proj")])
+def test_single_experts_are_refused_in_words_before_peft_joins_them(
+    projections: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, adapter = make_model(tmp_path / "model", "qwen3_moe"), tmp_path / "adapter"
+    make_adapter(model, adapter, target_modules=["q_proj"])
+    of_experts = {}
+    for leaf in projections:
+        for side, shape in (("A", (4, 8)), ("B", (8, 4))):
+            of_experts[f"base_model.model.model.layers.1.mlp.experts.0.{leaf}.lora_{side}.weight"] = torch.ones(shape)
+    save_file(of_experts, adapter / "adapter_model.safetensors")
+    capfd.readouterr()
+    assert main(["merge", "--model", str(model), "--adapter", str(adapter), "--out", str(tmp_path / "out")]) == 2
+    assert "single experts" in one_error(*capfd.readouterr())
 
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

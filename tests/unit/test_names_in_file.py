@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
-from meshlora.adapter.formats.file_tensors import file_shapes
+from meshlora.adapter.formats.file_tensors import factors_of_file, file_shapes
+from meshlora.adapter.formats.peft_format import as_named_in
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.plan.derive import plan_model
 from meshlora.wings.names import feature
@@ -83,3 +87,15 @@ def test_a_module_that_peft_finds_under_no_name_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(feature, "names_to_write", lambda model, modules: dict.fromkeys(modules, ""))
     with pytest.raises(UnsupportedError, match=r"LoRA on model.*no name.*exclude_modules: \[model"):
         _adapter("llama", target_modules=["q_proj"])
+
+
+@for_each("family", RENAMED)
+def test_factors_under_their_own_names_are_found(family: str, tmp_path: Path) -> None:
+    """As an older meshlora wrote them, and PEFT, which then loses them."""
+    options, _, _ = RENAMED[family]
+    adapter = _adapter(family, **options)
+    shapes = file_shapes({n: replace(target, in_file=("", "")) for n, target in adapter.targets.items()})
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({key: torch.full(shape, 2.0) for key, shape in shapes.items()}, file)
+    found = factors_of_file(load_file(file), as_named_in(file, adapter.targets), file)
+    assert found.keys() == adapter.targets.keys()

@@ -98,11 +98,17 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """All changes, by the model's own names, read from `file` on demand. names: PEFT's name -> the name there."""
+    """All changes, by the model's own names, read from `file` on demand.
+
+    Attributes:
+        names: PEFT's name on the model -> the key in the file. in_file: key -> its name there without wrappers, which
+            PEFT may change when it loads it.
+    """
 
     file: Path
     by_name: Mapping[str, Change]
     names: Mapping[str, str]
+    in_file: Mapping[str, str]
 
     def read(self, key: str) -> Tensor:
         """One tensor of the adapter file, in memory of its own."""
@@ -124,9 +130,10 @@ def read_changes(model: Any, folder: Path) -> Changes:
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
     with open_adapter(folder / WEIGHTS_FILE) as file:  # names alone: no tensor is read
-        loaded = names_as_loaded(model, file.names)
-        names = {loaded[name]: key for name, key in file.names.items()}
-    refuse_per_expert(folder, names)
+        stored = dict(file.names)
+    refuse_per_expert(folder, stored)
+    loaded = names_as_loaded(model, stored)
+    names = {loaded[name]: key for name, key in stored.items()}
     check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
     base_names = set(model.state_dict())  # before PEFT wraps it
     vocabulary = _vocabulary(model)
@@ -164,7 +171,7 @@ def read_changes(model: Any, folder: Path) -> Changes:
             by_name[name] = dataclasses.replace(change, beside=key)
         else:
             by_name[name] = dataclasses.replace(change, whole=key, is_own=key not in optional)
-    return Changes(folder / WEIGHTS_FILE, by_name, names)
+    return Changes(folder / WEIGHTS_FILE, by_name, names, {key: name for name, key in stored.items()})
 
 
 def _vocabulary(model: Any) -> dict[str, int]:

@@ -188,13 +188,14 @@ def _compared(planned: _Planned, adapter: Path, folder: Path, *, trust_remote_co
 @contextlib.contextmanager
 def _as_peft_names_it(adapter: Path, changes: Changes) -> Iterator[Path]:
     """`adapter`, or a copy of it whose tensors have the names that PEFT loads, where a wrapper gave them others."""
-    if all(name == key for name, key in changes.names.items()):
+    if all(changes.in_file[key] == key for key in changes.names.values()):
         yield adapter
         return
     with tempfile.TemporaryDirectory() as made:
         shutil.copyfile(adapter / CONFIG_FILE, Path(made) / CONFIG_FILE)
         # Small: factors only.
-        save_file({name: changes.read(name) for name in changes.names}, Path(made) / WEIGHTS_FILE)
+        tensors = {changes.in_file[key]: changes.read(name) for name, key in changes.names.items()}
+        save_file(tensors, Path(made) / WEIGHTS_FILE)
         yield Path(made)
 
 

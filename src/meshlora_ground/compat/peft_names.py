@@ -9,7 +9,11 @@ import torch
 
 
 def names_as_loaded(model: Any, keys: Iterable[str]) -> dict[str, str]:
-    """Key of an adapter's file -> the key that PEFT makes of it on `model`, which may be on the meta device."""
+    """Key of an adapter's file -> the key that PEFT makes of it on `model`, which may be on the meta device.
+
+    PEFT joins the factors of some families, and raises where one of those that it joins is missing: it loads no such
+    file, and the keys are given back as they are.
+    """
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_adapter_state_dict_for_transformers
 
@@ -18,7 +22,11 @@ def names_as_loaded(model: Any, keys: Iterable[str]) -> dict[str, str]:
         given[key] = torch.empty(1, 1, device="meta")
     found = dict(zip(given, given, strict=True))
     key_of = {id(tensor): key for key, tensor in given.items()}
-    for loaded, tensor in convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), dict(given)).items():
+    try:
+        converted = convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(), dict(given))
+    except (ValueError, RuntimeError):
+        return found
+    for loaded, tensor in converted.items():
         if id(tensor) in key_of:  # else it has put several together
             found[key_of[id(tensor)]] = loaded
     return found

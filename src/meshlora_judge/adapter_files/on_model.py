@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora_ground.compat.peft_names import names_as_loaded
 from meshlora_ground.errors import MeshloraError, UserError, reason
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
@@ -107,8 +108,9 @@ def _keys(model: Any, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], f
     missing, extra = sorted(saved - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     wrong = sorted(key for key in wanted.keys() & shapes.keys() if wanted[key] != shapes[key])
     dropped, note = extra, ""
-    # Keys under other names may still load: PEFT renames and joins those of some families.
-    if extra:
+    # Keys under other names may still load, and those under their own be lost: PEFT renames and joins some families'.
+    renamed = names_as_loaded(model.get_base_model(), shapes)
+    if extra or any(key != loaded for key, loaded in renamed.items()):
         missing, dropped, note = _loaded(model, adapter, shapes, set(wrong), missing)
     result = []
     if note:

@@ -25,6 +25,7 @@ from meshlora.adapter.formats.adapter_file import check_keys, check_vocabulary, 
 from meshlora.adapter.formats.file_tensors import (
     base_keys,
     factors_of_file,
+    file_keys,
     file_shapes,
     file_tensors,
     key_of_parameter,
@@ -32,7 +33,7 @@ from meshlora.adapter.formats.file_tensors import (
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
-from meshlora.adapter.targets.resolve import KINDS
+from meshlora.adapter.targets.resolve import KINDS, Target
 from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
 from meshlora.feature import features
@@ -252,7 +253,8 @@ def _mapping(value: object) -> Mapping[str, Any]:
 def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """(full factors by module and part, full values of trained base parameters), all checked."""
     assert planned.folder is not None
-    file, targets = planned.folder / WEIGHTS_FILE, planned.targets
+    file = planned.folder / WEIGHTS_FILE
+    targets = as_named_in(file, planned.targets)
     for feature in features():
         if (of_other_layout := feature.factors_of_file(file, targets, plan)) is not None:
             return of_other_layout, {}
@@ -273,6 +275,17 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
         check_keys(file, opened.keys() - of_base.keys() - repeated, expected)
         tensors = {key: read_tensor(opened, file, key, shape) for key, shape in expected.items()}
     return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
+
+
+def as_named_in(file: Path, targets: Mapping[str, Target]) -> Mapping[str, Target]:
+    """`targets` as `file` names them: by their own names where an older meshlora, or PEFT itself, has written it."""
+    renamed = {name: target for name, target in targets.items() if target.in_file[0]}
+    if not renamed:
+        return targets
+    with open_adapter(file) as opened:
+        if opened.keys() & set(file_keys(renamed).values()):
+            return targets
+    return {name: dataclasses.replace(target, in_file=("", "")) for name, target in targets.items()}
 
 
 def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
