@@ -1,7 +1,7 @@
 """What docs/support.md says beside each refusal: what would be needed; and its line of counts.
 
 Owns: reason of a refusal -> what has to be built, by whom (us, transformers, PEFT, the user). A reason that no pattern
-knows fails the scripts that write the page: whoever adds a refusal says what is needed. Does not own: the reasons.
+knows stands on the page as such, which a test refuses: who adds a refusal says what is needed. Does not own: reasons.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from meshlora.run import together
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.versions import name_of, own_files
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
@@ -247,6 +248,8 @@ def test_message_has_the_words_of_who_asks() -> None:
         "meshlora plan with train.recompute=keep_attention: its memory is not planned; plan full", str(refusal(kept))
     )
     assert str(refusal({**asked, "door": "meshlora verify"})).startswith("--optimizer adamw_8bit with 2 adapters")
+    recorded = {"train.objective": Distill(teacher="itself"), "train.cuda_graphs": "on"}  # a CPU would refuse it first
+    assert "it is not proved in a record" in str(refusal(recorded))
 
 
 _NUMBERS = "two numbers, of which one bounds the other"

@@ -161,8 +161,9 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.GRAPHS, {F.NOISE, F.FLOAT16})("its numbers are those of the host, which change with each step", _EAGER),
     _refused(
         F.GRAPHS,
-        {F.COMPARED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER, F.TASK, F.IMAGES}
-        | {F.OTHER_ATTENTION, F.RECOMPUTED, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS, F.ON_EMBEDDING, F.ON_POSITIONS}
+        {F.COMPARED, F.DISTILLED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER}
+        | {F.TASK, F.IMAGES, F.OTHER_ATTENTION, F.RECOMPUTED, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS}
+        | {F.ON_EMBEDDING, F.ON_POSITIONS}
         | {F.ON_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS, F.COPIES, F.PIECES, F.EVA},
     )("it is not proved in a record", _EAGER),
     # Stages of layers, tokens cut over ranks, a sharded base.

@@ -186,7 +186,8 @@ class Graphs:
         of_each = [whole + eager, (loss - eager).abs() / eager.abs().clamp(min=1e-6)]
         for found, right in zip(self._of_each(self._sums), self._of_each(expected), strict=True):
             # Of a factor that hardly has a gradient rounding is all there is.
-            of_each.append((found - right).norm() / right.norm().clamp(min=1e-3 * whole))
+            least = (1e-3 * whole).clamp(min=1e-30)
+            of_each.append((found - right).norm() / right.norm().clamp(min=least))
         names = ["the loss", *(f"the gradient of {factor.name}" for factor in self._factors)]
         size, *apart = torch.stack([one.double() for one in of_each]).tolist()
         if not math.isfinite(size):

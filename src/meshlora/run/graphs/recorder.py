@@ -24,19 +24,25 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool: Any = None
+        self._first: Any = None  # held, or a pool that nobody uses could not be taken again
 
     def record(self, run: Run) -> Run:
         """See `Recorder`."""
         here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
         aside.wait_stream(here)
-        with torch.cuda.stream(aside):
-            run()  # kernels are compiled and libraries take their memory, which no record may
-        here.wait_stream(aside)
+        try:
+            with torch.cuda.stream(aside):
+                run()  # kernels are compiled and libraries take their memory, which no record may
+        finally:
+            here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: NCCL has one that looks after its messages, which torch forbids in others by default.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            run()
-        self._pool = graph.pool()
+        try:
+            with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:  # the end of a capture that has failed raises too, without the cause
+            raise (error.__context__ or error) from None
+        self._pool, self._first = graph.pool(), self._first or graph
         replay: Run = graph.replay
         return replay
 

@@ -87,7 +87,7 @@ def _inkling2(_: Any) -> FamilyPlan:
     # Transformers 5.24 has modules around the linears, convolutions and clips of 5.23.
     out, names = "o_proj", "q_proj k_proj v_proj r_proj gate_proj sink_proj"
     convolutions, clips, bank = ("k_sconv", "v_sconv"), ("q_l2_clip", "rel_l2_clip"), "rel_logits_proj"
-    if Version(version_of("transformers")) >= Version("5.24"):
+    if Version(version_of("transformers")) >= Version("5.24.dev0"):
         out, bank = "o_proj.linear", "relative_position_bias"
         names = f"q_proj.linear k_proj.linear v_proj.linear {bank}.linear o_proj.gate_proj sink_proj"
         convolutions, clips = ("k_proj.sconv", "v_proj.sconv"), ("q_proj.norm", f"{bank}.norm")
