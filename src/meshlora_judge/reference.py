@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import traceback
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from peft import PeftModel
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
@@ -24,7 +27,7 @@ from transformers import AutoConfig, get_scheduler
 
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_ground.objectives.distillation import Distill
@@ -97,6 +100,23 @@ def reference_model(
     return found.train()
 
 
+def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """Those of transformers' forward.
+
+    Raises:
+        UnsupportedError: its own code ends in an error: releases have families with a forward that never ran.
+    """
+    try:
+        return model(**inputs)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1].filename
+        if not where.startswith(os.path.dirname(transformers.__file__)):
+            raise
+        given, version = f"model_type {model.config.model_type!r}", transformers.__version__
+        rule = f"transformers {version} itself ends in an error on its text: {reason(error)}"
+        raise UnsupportedError(given, rule, "use another version of it, or a text model alone") from error
+
+
 def losses_of(
     model: nn.Module,
     batch: MicroBatch,
@@ -128,7 +148,7 @@ def losses_of(
             inputs = {"input_ids": more.pop("encoder_input_ids"), "attention_mask": more.pop("encoder_attention_mask")}
             inputs["decoder_input_ids"] = _shifted(inner, batch.labels)
             inputs["decoder_attention_mask"] = batch.attention_mask
-        found = inner(**inputs, **options, **more)
+        found = _outputs(inner, {**inputs, **options, **more})
         outputs = found.logits if "logits" in found else found.last_hidden_state
         if routed is not None:
             routed.append(found.router_logits)

@@ -152,8 +152,9 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         passes={"self_attention": ("residual",), "mlp": ("residual",)},
     ),
     "codegen": FamilyPlan(
-        # Its code reads q, v and k in four groups of heads, whatever the width.
-        {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
+        # Its code reads q, v and k in four groups of heads, each as wide as the heads, or `embed_dim`, come to.
+        {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP},
+        local={"attn": ("embed_dim",)},
     ),
     "chameleon": FamilyPlan(
         _LLAMA.leaves,
