@@ -95,13 +95,9 @@ def _accelerate(found: Beside, tree: Mapping[str, Any]) -> None:
 
 def _deepspeed(found: Beside, tree: Mapping[str, Any]) -> None:
     """Numbers of DeepSpeed; "auto" means the recipe's."""
-    if isinstance(clipping := tree.get("gradient_clipping"), int | float):
-        found.given["max_grad_norm"] = clipping
-    for theirs, name in {
-        "gradient_accumulation_steps": "gradient_accumulation_steps",
-        "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    }.items():
-        if isinstance(value := tree.get(theirs), int):
-            found.given[name] = value
+    names = {"gradient_clipping": "max_grad_norm", "train_micro_batch_size_per_gpu": "per_device_train_batch_size"}
+    for theirs in (*names, "gradient_accumulation_steps"):
+        if isinstance(value := tree.get(theirs), int | float):
+            found.given[names.get(theirs, theirs)] = value
     zero = tree.get("zero_optimization") or {}
     found.given["deepspeed"] = f"stage{zero.get('stage', 0)}"

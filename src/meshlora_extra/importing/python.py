@@ -7,6 +7,7 @@ given such a value before. Does not own: what the arguments mean (`unsloth.py`, 
 from __future__ import annotations
 
 import ast
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _OBJECTS = frozenset(
         *("compute_metrics", "optimizers", "attn_implementation", "instruction_part", "response_part"),
     )
 )
+_OPERATORS: dict[type, Any] = {ast.Mult: operator.mul, ast.Div: operator.truediv, ast.FloorDiv: operator.floordiv}
 # Lines of a notebook that are no Python.
 _MAGIC = re.compile(r"^\s*[!%].*$", re.MULTILINE)
 
@@ -50,8 +52,7 @@ class _Seen:
 
     Attributes:
         names: variable -> the value that it was given last. given: argument -> value. lost: those that are computed.
-        datasets: name -> the arguments of its `load_dataset`. calls: names of all calls. configs: of the classes of
-            arguments.
+        datasets: name -> the arguments of its `load_dataset`. calls: names of all calls.
     """
 
     names: dict[str, Any] = field(default_factory=dict)
@@ -212,18 +213,13 @@ def _arguments(seen: _Seen, call: str, node: ast.Call) -> None:
             continue
         name = {"pretrained_model_name_or_path": "model_name"}.get(keyword.arg, keyword.arg)
         if name in ("train_dataset", "eval_dataset"):
-            _keep_dataset(seen, name, keyword.value)
+            entry = _dataset(seen, keyword.value)
+            if entry is not None and f"{name}.name" not in seen.given:
+                seen.given[f"{name}.name"], seen.datasets[name] = name, entry
         elif call.endswith("Trainer") and name == "model" and isinstance(keyword.value, ast.Constant):
             _keep(seen, "model_name", keyword.value)
         elif name not in _OBJECTS and not name.startswith("_"):
             _keep(seen, name, keyword.value)
-
-
-def _keep_dataset(seen: _Seen, name: str, node: ast.expr) -> None:
-    entry = _dataset(seen, node)
-    if entry is not None and f"{name}.name" not in seen.given:
-        seen.given[f"{name}.name"] = name
-        seen.datasets[name] = entry
 
 
 def _keep(seen: _Seen, name: str, node: ast.expr) -> None:
@@ -257,17 +253,11 @@ def _value(node: ast.expr, names: Mapping[str, Any]) -> Any:
         value = _value(node.operand, names)
         if isinstance(value, int | float):
             return -value
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult | ast.Div | ast.FloorDiv):
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _value(node.left, names), _value(node.right, names)
-        if (
-            isinstance(left, int | float)
-            and isinstance(right, int | float)
-            and abs(left) < 1e12
-            and 0 < abs(right) < 1e12
-        ):
-            if isinstance(node.op, ast.Mult):
-                return left * right
-            return left / right if isinstance(node.op, ast.Div) else left // right
+        are_numbers = isinstance(left, int | float) and isinstance(right, int | float)
+        if are_numbers and abs(left) < 1e12 and 0 < abs(right) < 1e12:
+            return _OPERATORS[type(node.op)](left, right)
     if isinstance(node, ast.Attribute) and _last_name(node.value) == "torch":
         return node.attr  # a dtype
     raise _Unknown

@@ -49,10 +49,9 @@ def text_of(file: Path) -> str:
     except FileNotFoundError:
         near = did_you_mean(file.name, [each.name for each in file.parent.glob("*.*")][:200])
         raise UserError(f"{file}", "there is no such file", near.partition("known: ")[0]) from None
-    except OSError as error:
-        raise UserError(f"{file}", f"it cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"{file}", f"it cannot be read ({error})") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", error)
+        raise UserError(f"{file}", f"it cannot be read ({why})") from None
 
 
 def _tree(file: Path, text: str) -> dict[str, Any]:

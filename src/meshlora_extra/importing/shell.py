@@ -19,6 +19,10 @@ _COMPUTED = re.compile(r"\$\((?:expr |\()\s*(\d{1,9}(?:\s*\\?[*/]\s*\d{1,9})*)\s
 _FACTOR = re.compile(r"([*/])\s*(\d+)")
 _COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _METHODS = ("sft", "dpo", "kto", "orpo", "grpo", "rlhf", "pt", "reward", "rloo", "cpo", "gkd")
+# Program -> (its trainer, the words behind it that train).
+_PROGRAMS: dict[str, tuple[str, tuple[str, ...]]] = {"swift": ("swift", _METHODS), "trl": ("trl", _METHODS)}
+_PROGRAMS |= {"axolotl": ("axolotl", ("train",)), "tune": ("torchtune", ("run",))}
+_PROGRAMS |= dict.fromkeys(("llamafactory-cli", "lmf"), ("llama-factory", ("train",)))
 # Options of launchers that say how many processes there are.
 _COUNTS = ("num_processes", "nproc_per_node", "num_gpus")
 
@@ -110,16 +114,10 @@ def _command(words: Sequence[str]) -> Command | None:
     for place, word in enumerate(words):
         rest = words[place + 1 :]
         name = word.rpartition("/")[2]
-        if name == "swift" and rest and rest[0] in _METHODS:
-            return _filled(Command("swift", rest[0]), words[:place], rest[1:])
-        if name == "trl" and rest and rest[0] in _METHODS:
-            return _filled(Command("trl", rest[0]), words[:place], rest[1:])
-        if name in ("llamafactory-cli", "lmf") and rest[:1] == ["train"]:
-            return _filled(Command("llama-factory"), words[:place], rest[1:])
-        if name == "axolotl" and rest[:1] == ["train"]:
-            return _filled(Command("axolotl"), words[:place], rest[1:])
-        if name == "tune" and rest[:1] == ["run"]:
-            return _filled(Command("torchtune"), words[:place], rest[1:])
+        trainer, verbs = _PROGRAMS.get(name, ("", ()))
+        if rest and rest[0] in verbs:
+            method = rest[0] if verbs is _METHODS else ""
+            return _filled(Command(trainer, method), words[:place], rest[1:])
         script = name.removesuffix(".py")
         if name.endswith(".py") and script in _METHODS and place:
             return _filled(Command("trl", script), words[:place], rest)
