@@ -5,15 +5,8 @@ from __future__ import annotations
 from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
 
-_DTYPES = {
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "fp32": "float32",
-    "float32": "float32",
-    "auto": "auto",
-}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_DTYPES |= {name: name for name in _DTYPES.values()}
 _AXES = {"tp_size": "tp", "cp_size": "cp", "pp_size": "pp", "ep_size": "ep"}
 
 
@@ -28,14 +21,9 @@ def rules(draft: Draft) -> None:
     _rates(draft)
     _adapter(draft)
     _topology(draft)
-    kept, folder = draft.take("checkpoint.enabled"), draft.take("checkpoint.checkpoint_dir")
-    if kept is False:
+    if draft.take("checkpoint.enabled") is False:
         draft.put("train.save_every", 0, "checkpoint.enabled: false")
-    if folder:
-        draft.put("train.output", str(folder), "checkpoint.checkpoint_dir")
-    if (seed := draft.take("seed")) is not None:
-        draft.put("train.seed", int(seed), "seed")
-    elif draft.has("rng.seed"):
+    if not draft.copy("train.seed", "seed") and draft.has("rng.seed"):
         draft.say("rng.seed: the fine-tuning recipe reads the seed at the top alone, which is 42 without it")
     if (minutes := draft.take("dist_env.timeout_minutes")) is not None:
         draft.put("train.timeout_s", 60 * int(minutes), "dist_env.timeout_minutes")
@@ -46,9 +34,8 @@ def _data(draft: Draft) -> None:
     path = draft.take("dataset.dataset_name", "dataset.path_or_dataset", "dataset.path_or_dataset_id")
     limit = draft.take("dataset.limit_dataset_samples", "dataset.num_samples_limit")
     if kind != "ChatDataset":
-        draft.lose(
-            "dataset._target_", kind, "its prompts are made in code; export them, or write a data.map: file.py:function"
-        )
+        why = "its prompts are made in code; export them, or write a data.map: file.py:function"
+        draft.lose("dataset._target_", kind, why)
     found = sources.one(path, split=draft.take("dataset.split"), rows=f":{limit}" if limit else None)
     sources.put_all(draft, "data.train", [found], "dataset")
     for name, value in draft.under("dataset").items():
@@ -58,15 +45,9 @@ def _data(draft: Draft) -> None:
     if tests:
         where = tests.get("dataset_name") or tests.get("path_or_dataset") or tests.get("path_or_dataset_id") or path
         count = tests.get("limit_dataset_samples") or tests.get("num_samples_limit")
-        sources.put_all(
-            draft,
-            "data.eval",
-            [sources.one(where, split=tests.get("split"), rows=f":{count}" if count else None)],
-            "validation_dataset",
-        )
+        found = sources.one(where, split=tests.get("split"), rows=f":{count}" if count else None)
+        sources.put_all(draft, "data.eval", [found], "validation_dataset")
     draft.put("data.train_on", "all", "answers, as there")
-    if draft.take("dataloader.shuffle") is False:
-        draft.put("data.shuffle", False, "dataloader.shuffle")
     if rows := draft.take("packed_sequence.packed_sequence_size"):
         draft.put("data.packing", "rows", "packed_sequence")
         draft.put("data.max_length", int(rows), "packed_sequence.packed_sequence_size")
@@ -85,9 +66,9 @@ def _length(draft: Draft) -> None:
             draft.say("step_scheduler: the smaller of num_epochs and max_steps counts there; here max_steps")
     else:
         draft.put("train.epochs", int(epochs or 10), "step_scheduler.num_epochs, 10 where neither is given")
-    saves, evals = draft.take("step_scheduler.ckpt_every_steps"), draft.take("step_scheduler.val_every_steps")
-    if saves is not None:
+    if (saves := draft.take("step_scheduler.ckpt_every_steps")) is not None:
         draft.put("train.save_every", int(saves), "ckpt_every_steps; also at the end of each epoch there")
+    evals = draft.take("step_scheduler.val_every_steps")
     if evals is not None and "data.eval" in draft.values:
         draft.put("train.eval_every", int(evals), "val_every_steps")
 
@@ -100,13 +81,11 @@ def _rates(draft: Draft) -> None:
         draft.lose("optimizer._target_", name, "the optimizers here are adamw, adamw_8bit and lora_fa")
     elif name == "Adam" and decay:
         draft.lose("optimizer.weight_decay", decay, "with Adam it is part of the gradient; here it is of AdamW")
-    draft.put(
-        "train.optimizer", "adamw", f"optimizer: {name}" + (", the same without weight_decay" if not decay else "")
-    )
+    why = f"optimizer: {name}" + ("" if decay else ", the same without weight_decay")
+    draft.put("train.optimizer", "adamw", why)
     draft.put("train.weight_decay", decay, "optimizer.weight_decay")
     loop.betas(draft, betas, whose="optimizer.betas")
-    if (clip := draft.take("clip_grad_norm.max_norm", "max_grad_norm")) is not None:
-        draft.put("train.max_grad_norm", clip, "clip_grad_norm.max_norm")
+    draft.copy("train.max_grad_norm", "clip_grad_norm.max_norm", "max_grad_norm")
     if any(each.startswith("lr_scheduler.") for each in draft.recipe.given):
         _scheduled(draft, lr)
 
@@ -132,22 +111,17 @@ def _scheduled(draft: Draft, lr: float) -> None:
 
 def _adapter(draft: Draft) -> None:
     for name, ours in {"peft.dim": "r", "peft.alpha": "lora_alpha", "peft.dropout": "lora_dropout"}.items():
-        if (value := draft.take(name)) is not None:
-            draft.put(f"lora.{ours}", value, name)
+        draft.copy(f"lora.{ours}", name)
     names, every = draft.take("peft.target_modules", default="*_proj"), draft.take("peft.match_all_linear")
     if loop.is_true(every):
         draft.put("lora.target_modules", "all-linear", "peft.match_all_linear; the head, too, there")
     else:
-        draft.put(
-            "lora.target_modules",
-            _patterns(draft.names(names, "peft.target_modules")),
-            "peft.target_modules, a wildcard there",
-        )
+        patterns = _patterns(draft.names(names, "peft.target_modules"))
+        draft.put("lora.target_modules", patterns, "peft.target_modules, a wildcard there")
     first = str(draft.take("peft.lora_A_init", default="xavier"))
     if first != "kaiming":
         draft.lose("peft.lora_A_init", first, "A is drawn uniformly after Kaiming here, as in PEFT")
-    if (dtype := draft.take("peft.lora_dtype")) is None:
-        dtype = "the base's"
+    dtype = draft.take("peft.lora_dtype", default="the base's")
     if draft.values.get("model.dtype") != "float32" and "32" not in str(dtype):
         draft.lose("peft.lora_dtype", dtype, "factors are float32 here")
     if draft.values.get("lora.lora_dropout") and draft.take("peft.dropout_position", default="post") == "post":

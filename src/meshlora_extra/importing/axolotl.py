@@ -8,21 +8,15 @@ from meshlora_extra.importing import loop, sources
 from meshlora_extra.importing.draft import Draft
 
 # Their type of rows -> (format here, prompt style); no value: read by the fields of the rows.
-_TYPES = {
-    "chat_template": (None, None),
-    "chat_template.default": (None, None),
-    "sharegpt": (None, None),
-    "alpaca": ("alpaca", "alpaca"),
-    "completion": ("text", None),
-    "pretrain": ("text", None),
-}
+_TYPES: dict[str, tuple[str | None, str | None]] = {"alpaca": ("alpaca", "alpaca")}
+_TYPES |= dict.fromkeys(("completion", "pretrain"), ("text", None))
+_TYPES |= dict.fromkeys(("chat_template", "chat_template.default", "sharegpt"), (None, None))
+_THINKING = ("field_thinking", "template_thinking_key", "split_thinking")
+_WEIGHTS = ("message_field_training", "message_field_training_detail")
 _RULES_OF_ROWS = {
     "roles": "roles are system, user, assistant and tool, as rows name them",
-    "field_thinking": "a thinking field is the template's own",
-    "template_thinking_key": "a thinking field is the template's own",
-    "message_field_training": "messages say what is trained by weight",
-    "message_field_training_detail": "messages say what is trained by weight",
-    "split_thinking": "a thinking field is the template's own",
+    **dict.fromkeys(_THINKING, "a thinking field is the template's own"),
+    **dict.fromkeys(_WEIGHTS, "messages say what is trained by weight"),
     "train_on_eos": "the end of a trained turn is trained",
     "field_system": "a system turn is a message",
     "drop_system_message": "a system turn stays",
@@ -81,7 +75,6 @@ def _data(draft: Draft) -> None:
     elif share := draft.take("val_set_size"):
         loop.held_out(draft, "val_set_size", is_number=share >= 1)
     draft.take("val_set_size")
-    draft.put("data.max_length", int(draft.take("sequence_len", default=512)), "sequence_len")
     cut = str(draft.take("excess_length_strategy", default="drop"))
     if cut in ("drop", "truncate"):
         draft.put("data.too_long", cut, "excess_length_strategy" if cut != "drop" else "as there by default")
@@ -101,14 +94,12 @@ def _data(draft: Draft) -> None:
         sources.template(draft, name, whose="chat_template")
     _trained_on(draft)
     draft.take("special_tokens")  # null, where it is not a group
-    tokens = draft.under("special_tokens")
-    for name, token in tokens.items():
+    for name, token in draft.under("special_tokens").items():
         if name in ("pad_token", "unk_token") or token is None:
             draft.idle.append(f"special_tokens.{name}")
         else:
-            draft.lose(
-                f"special_tokens.{name}", token, "the tokenizer's own are taken; set it in the tokenizer's files"
-            )
+            why = "the tokenizer's own are taken; set it in the tokenizer's files"
+            draft.lose(f"special_tokens.{name}", token, why)
 
 
 def _trained_on(draft: Draft) -> None:
@@ -143,13 +134,12 @@ def _source(draft: Draft, where: str, given: Any) -> dict[str, Any]:
         revision=entry.pop("revision", None),
     )
     for key, value in entry.items():
-        if key == "roles_to_train" and list(value) == ["assistant"]:
-            continue
-        if key == "train_on_eos" and value == "turn":
-            continue
-        if key == "roles" and all(list(names) == [role] for role, names in value.items()):
-            continue
-        if value not in (None, False, [], {}):
+        is_usual = (
+            (key == "roles_to_train" and list(value) == ["assistant"])
+            or (key == "train_on_eos" and value == "turn")
+            or (key == "roles" and all(list(names) == [role] for role, names in value.items()))
+        )
+        if not is_usual and value not in (None, False, [], {}):
             draft.lose(f"{where}.{key}", value, _RULES_OF_ROWS.get(key, "sources have no such option"))
     return found
 
@@ -166,9 +156,8 @@ def _columns(draft: Draft, where: str, entry: dict[str, Any]) -> dict[str, str]:
     for part, name in mapping.items():
         usual = {"role": ("role", "from"), "content": ("content", "value")}.get(part, ())
         if name not in usual:
-            draft.lose(
-                f"{where}.message_property_mappings.{part}", name, "messages have role and content, or from and value"
-            )
+            why = "messages have role and content, or from and value"
+            draft.lose(f"{where}.message_property_mappings.{part}", name, why)
     fields = {"field": "text", "field_chosen": "chosen", "field_rejected": "rejected", "field_tools": "tools"}
     for theirs, ours in fields.items():
         if (name := entry.pop(theirs, None)) and name != ours:
@@ -184,9 +173,8 @@ def _format(draft: Draft, where: str, kind: Any) -> str | None:
     if kind is None:
         return "tokens"
     if kind not in _TYPES:
-        draft.lose(
-            f"{where}.type", kind, "this style of prompts is not here; a data.map: file.py:function can write it"
-        )
+        why = "this style of prompts is not here; a data.map: file.py:function can write it"
+        draft.lose(f"{where}.type", kind, why)
         return None
     format, style = _TYPES[kind]
     if style:
@@ -233,17 +221,14 @@ def _loop(draft: Draft) -> None:
     loop.own_topology(draft, axes)
     draft.take("dp_shard_size", "dp_replicate_size")
     lr = loop.rate(draft)
-    loop.length(
-        draft,
-        draft.take("num_epochs", default=1),
-        draft.take("max_steps"),
-        of_epochs="num_epochs; rounded once over all of them there",
-    )
+    epochs, why = draft.take("num_epochs", default=1), "num_epochs; rounded once over all of them there"
+    loop.length(draft, epochs, draft.take("max_steps"), of_epochs=why)
     loop.warmup(draft, ratio=0.03, ratio_why="the default there: 3% of the steps, at most 100")
     if "train.warmup_ratio" in draft.values:
         draft.say("warm-up: rounded down there, up here: a step at most")
     loop.schedule(draft, "lr_scheduler", lr, default="cosine")
-    loop.least_rate(draft, draft.take("cosine_min_lr_ratio"), lr, whose="cosine_min_lr_ratio")
+    if share := draft.take("cosine_min_lr_ratio"):
+        draft.put("train.min_lr", loop.product(float(share), lr), "cosine_min_lr_ratio x the peak")
     loop.optimizer(draft, draft.take("optimizer", default="adamw_torch_fused"), whose="optimizer")
     _events(draft)
     loop.logging(draft)
@@ -252,18 +237,12 @@ def _loop(draft: Draft) -> None:
     if threshold is not None:
         spike = {"above": float(threshold), "patience": int(patience or 3)}
         draft.put("train.on_spike", spike, "loss_watchdog_threshold, loss_watchdog_patience")
-    loop.output(draft, "output_dir")
-    loop.seed(draft, "seed")
     loop.device(draft)
     loop.timeout(draft)
-    used = [
-        name
-        for name in ("wandb", "mlflow", "trackio")
-        if draft.has(f"use_{name}", f"{name}_project", f"{name}_project_name")
-    ]
-    used += ["tensorboard"] if draft.has("use_tensorboard") else []
-    for name in ("use_wandb", "wandb_project", "use_tensorboard", "use_mlflow", "use_trackio", "trackio_project_name"):
-        draft.take(name)
+    names = ("wandb", "mlflow", "trackio", "tensorboard")
+    used = [name for name in names if draft.has(f"use_{name}", f"{name}_project", f"{name}_project_name")]
+    for name in names:
+        draft.take(f"use_{name}", f"{name}_project", f"{name}_project_name")
     loop.tracking(draft, used, whose="trackers")
 
 
@@ -278,9 +257,8 @@ def _events(draft: Draft) -> None:
     elif draft.has("save_steps", "save_strategy"):
         loop.saving(draft, default_steps=None)
     if evals and "data.eval" in draft.values:
-        draft.put(
-            "train.eval_every", loop.part_of_epoch(int(evals)), "evals_per_epoch; one more before the first step there"
-        )
+        why = "evals_per_epoch; one more before the first step there"
+        draft.put("train.eval_every", loop.part_of_epoch(int(evals)), why)
     elif evals:
         draft.idle.append("evals_per_epoch (no data for it)")
     else:

@@ -123,6 +123,13 @@ class Draft:
         """Write a key of ours. why: which of theirs it comes from, and what differs."""
         self.values[key], self.why[key] = value, why
 
+    def copy(self, key: str, *names: str) -> bool:
+        """Write a key of ours with the value of the first of `names` that is given. Returns whether one is."""
+        value = self.take(*names)
+        if value is not None:
+            self.put(key, value, names[0])
+        return value is not None
+
     def say(self, text: str) -> None:
         """Note what is different, once."""
         if text not in self.notes:

@@ -89,20 +89,14 @@ def schedule(draft: Draft, whose: str, lr: float, *, default: str) -> None:
         draft.put("train.min_lr", float(least), "min_lr")
     for ratio in ("min_lr_rate", "min_lr_ratio"):
         if (share := options.pop(ratio, None)) is not None:
-            draft.put("train.min_lr", _product(float(share), lr), f"{ratio} x the peak")
+            draft.put("train.min_lr", product(float(share), lr), f"{ratio} x the peak")
     for key, value in options.items():
         draft.lose(f"lr_scheduler_kwargs.{key}", value, "train.schedule has no such option")
 
 
-def _product(share: float, lr: float) -> float:
+def product(share: float, lr: float) -> float:
     """A share of a rate as one would write it."""
     return float(f"{share * lr:.10g}")
-
-
-def least_rate(draft: Draft, share: Any, lr: float, *, whose: str) -> None:
-    """The last rate of cosine, given as a share of the peak."""
-    if share:
-        draft.put("train.min_lr", _product(float(share), lr), f"{whose} x the peak")
 
 
 def optimizer(draft: Draft, name: Any, *, whose: str) -> None:
@@ -228,13 +222,6 @@ def logging(draft: Draft) -> None:
         draft.idle.append("logging_steps")
 
 
-def output(draft: Draft, *names: str) -> None:
-    if (folder := draft.take(*names)) is not None:
-        draft.put("train.output", str(folder), names[0])
-    if draft.take("overwrite_output_dir"):
-        draft.put("train.overwrite", True, "overwrite_output_dir")
-
-
 def tracking(draft: Draft, given: Any, *, whose: str) -> None:
     """The trackers that there are here; others are named, and change no number."""
     known = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -250,11 +237,6 @@ def timeout(draft: Draft) -> None:
     if (seconds := draft.take("ddp_timeout")) is not None:
         shorter = min(float(seconds), _LONGEST_TIMEOUT_S)
         draft.put("train.timeout_s", _plain(shorter), "ddp_timeout" + (", cut" if shorter < float(seconds) else ""))
-
-
-def seed(draft: Draft, *names: str) -> None:
-    if (value := draft.take(*names)) is not None:
-        draft.put("train.seed", int(value), names[0])
 
 
 def device(draft: Draft) -> None:
@@ -314,5 +296,4 @@ def arguments(draft: Draft, usual: Mapping[str, Any], *, ratio_why: str = "", **
     tracking(draft, draft.take("report_to", default="none"), whose="report_to")
     if smoothing := draft.take("label_smoothing_factor"):
         draft.put("train.objective", {"kind": "sft", "label_smoothing": float(smoothing)}, "label_smoothing_factor")
-    output(draft, "output_dir")
-    seed(draft, "seed", "data_seed")
+    draft.copy("train.seed", "seed", "data_seed")

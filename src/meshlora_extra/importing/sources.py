@@ -20,14 +20,6 @@ del TEMPLATES["alpaca"]  # with others a style of plain prompts, which is data.p
 _SLICE = re.compile(r"(?P<split>[\w.-]+)\[(?P<rows>\d*%?:\d*%?)\]")
 
 
-def split_and_rows(given: Any) -> tuple[str | None, str | None]:
-    """(split, rows) of a split as `datasets` writes it, perhaps with a slice."""
-    if given is None:
-        return None, None
-    found = _SLICE.fullmatch(str(given))
-    return (found["split"], found["rows"]) if found else (str(given), None)
-
-
 def one(
     path: str | Sequence[str],
     *,
@@ -39,13 +31,14 @@ def one(
     revision: str | None = None,
 ) -> dict[str, Any]:
     """A source of `data.train`. split: perhaps with a slice."""
-    split, sliced = split_and_rows(split)
+    if (sliced := _SLICE.fullmatch(str(split))) is not None:
+        split, rows = sliced["split"], rows or sliced["rows"]
     if isinstance(path, str) and revision:
         path = f"{path}@{revision}"
     if isinstance(path, str) and config:
         path, split = f"{path}:{config}/{split or 'train'}", None
     found: dict[str, Any] = {"path": path}
-    options = {"split": split, "rows": rows or sliced, "columns": dict(columns or {}), "format": format}
+    options = {"split": split, "rows": rows, "columns": dict(columns or {}), "format": format}
     return found | {key: value for key, value in options.items() if value}
 
 
@@ -61,10 +54,9 @@ def put_all(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -
         if values[0] == draft.values.get(f"data.{name}"):
             for each in own:
                 each.pop(name, None)
-    if any(each.get("split") == "train" for each in own) and key == "data.train":
-        for each in own:
-            if each.get("split") == "train":  # the split that is read anyway
-                del each["split"]
+    for each in own:
+        if key == "data.train" and each.get("split") == "train":  # the split that is read anyway
+            del each["split"]
     written = [each["path"] if list(each) == ["path"] else each for each in own]
     draft.put(key, written[0] if len(written) == 1 else written, why)
 
@@ -79,12 +71,8 @@ def put_data(draft: Draft) -> None:
         if isinstance(files, dict):
             files = files.get("train", next(iter(files.values()), None))
         found: Any = files if files and path in ("json", "csv", "parquet", "text", None) else path
-        put_all(
-            draft,
-            key,
-            [one(found, config=entry.get("name"), split=entry.get("split"), revision=entry.get("revision"))],
-            "load_dataset",
-        )
+        source = one(found, config=entry.get("name"), split=entry.get("split"), revision=entry.get("revision"))
+        put_all(draft, key, [source], "load_dataset")
     if "data.train" not in draft.values:
         draft.put("data.train", "train.jsonl", "no load_dataset is in the script")
         draft.lose("load_dataset", None, "the script makes its data; export them")
@@ -95,10 +83,9 @@ def template(draft: Draft, name: Any, *, whose: str) -> None:
     low = str(name).lower()
     if low in TEMPLATES:
         draft.put("data.chat_template", TEMPLATES[low], f"{whose}: {name}")
-    elif low in ("tokenizer_default", "default", "none", "empty"):
-        draft.idle.append(whose)
-    else:
-        draft.idle.append(whose)
+        return
+    draft.idle.append(whose)
+    if low not in ("tokenizer_default", "default", "none", "empty"):
         draft.say(f"{whose}: {name}: the tokenizer's own template is taken; compare with meshlora data RUN.yaml")
 
 
@@ -123,17 +110,10 @@ def targets(draft: Draft, given: Any, *, whose: str) -> None:
 
 def factors(draft: Draft, *, rank: tuple[str, ...] = ("lora_r", "r"), of_alpha: str = "") -> None:
     """Rank, scale and dropout. of_alpha: which scale it is where none is given; default: the trainer's."""
-    r, alpha = draft.take(*rank), draft.take("lora_alpha")
-    dropout = draft.take("lora_dropout")
-    if r is not None:
-        draft.put("lora.r", int(r), rank[0])
-    if alpha is not None:
-        draft.put("lora.lora_alpha", alpha, "lora_alpha")
-    elif of_alpha:
-        times_two = 2 * int(draft.values.get("lora.r", 8))
-        draft.put("lora.lora_alpha", times_two, of_alpha)
-    if dropout is not None:
-        draft.put("lora.lora_dropout", dropout, "lora_dropout")
+    draft.copy("lora.r", *rank)
+    draft.copy("lora.lora_dropout", "lora_dropout")
+    if not draft.copy("lora.lora_alpha", "lora_alpha") and of_alpha:
+        draft.put("lora.lora_alpha", 2 * int(draft.values.get("lora.r", 8)), of_alpha)
 
 
 def adapter(draft: Draft, folder: Any, *, whose: str) -> None:
@@ -157,17 +137,12 @@ def settle_adapter(draft: Draft) -> None:
     draft.say("the adapter's own rank, scale and targets are kept; those of the recipe are left out")
 
 
-def quantized(draft: Draft, kind: str | None, *, whose: str, nested: bool = False) -> None:
+def quantized(draft: Draft, kind: str, *, whose: str, nested: bool = False) -> None:
     """A base in few bits. nested: its scales are quantised themselves there."""
-    if kind is None:
-        return
     draft.put("model.quantization", kind, whose)
     if nested:
-        draft.lose(
-            f"{whose} with quantised scales",
-            True,
-            "scales of 4 bits are float32 here; the base differs by their rounding",
-        )
+        why = "scales of 4 bits are float32 here; the base differs by their rounding"
+        draft.lose(f"{whose} with quantised scales", True, why)
 
 
 def preferences(draft: Draft, kind: str, beta: Any = None, **options: Any) -> None:
@@ -198,6 +173,14 @@ def pairs(draft: Draft, whose: str, beta: Any, loss: Any, *, sft: Any = None, **
     if names != ["sigmoid"]:
         options["loss"] = names if len(names) > 1 else names[0]
     preferences(draft, "dpo", beta, loss_weights=weights if len(names) > 1 else None, **options)
+
+
+def pairs_of_trl(draft: Draft, beta: Any, loss: Any, **options: Any) -> None:
+    """`pairs` by the keys that TRL has and ms-swift hands on to it."""
+    smoothing, tau = draft.take("label_smoothing"), draft.take("discopop_tau")
+    options |= {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
+    options |= {"label_smoothing": smoothing, "discopop_tau": tau if "discopop" in str(loss) else None}
+    pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
 
 
 def simpo(draft: Draft, beta: Any, gamma: Any, of_text: Any) -> None:

@@ -33,15 +33,12 @@ def rules(draft: Draft) -> None:
     _loop(draft)
     sources.factors(draft, rank=("lora_rank",))
     sources.targets(draft, draft.take("target_modules"), whose="target_modules")
-    first = draft.take("init_weights")
-    if first is not None and first is not True:
+    first = draft.take("init_weights", default=True)
+    if str(first) in ("gaussian", "pissa", "olora", "False") or str(first).startswith("pissa_niter_"):
         draft.put("lora.init_lora_weights", first, "init_weights")
-        is_known = str(first) in ("gaussian", "pissa", "olora", "False") or str(first).startswith("pissa_niter_")
-        if not is_known:
-            draft.lose(
-                "init_weights", first, "lora.init_lora_weights has true, false, gaussian, pissa and olora of these"
-            )
-            draft.values.pop("lora.init_lora_weights")
+    elif first is not True:
+        why = "lora.init_lora_weights has true, false, gaussian, pissa and olora of these"
+        draft.lose("init_weights", first, why)
     sources.adapter(draft, draft.take("adapters", "resume_from_adapter"), whose="adapters")
     sources.settle_adapter(draft)
 
@@ -73,8 +70,7 @@ def _data(draft: Draft, method: str) -> None:
     elif draft.take("split_dataset_ratio"):
         loop.held_out(draft, "split_dataset_ratio", is_number=False)
     draft.take("split_dataset_ratio")
-    if (limit := draft.take("max_length")) is not None:
-        draft.put("data.max_length", int(limit), "max_length")
+    draft.copy("data.max_length", "max_length")
     cut = str(draft.take("truncation_strategy", default="delete"))
     if cut in _CUTS:
         draft.put("data.too_long", _CUTS[cut], f"truncation_strategy: {cut}")
@@ -84,13 +80,11 @@ def _data(draft: Draft, method: str) -> None:
         draft.lose("truncation_strategy", cut, "data.too_long is truncate, drop, split or error")
     if loop.is_true(draft.take("packing")):
         draft.put("data.packing", "rows", "packing")
-    name = draft.take("template")
-    if name is not None:
+    if (name := draft.take("template")) is not None:
         sources.template(draft, name, whose="template")
     else:
         draft.say("template: chosen by the model there, perhaps with a system text of its own; here the tokenizer's")
-    columns = draft.take("columns")
-    if columns is not None:
+    if (columns := draft.take("columns")) is not None:
         draft.lose("columns", columns, "theirs -> standard names there; write data.columns: {ours: theirs}")
     if method == "pt":
         draft.put("data.format", "text", "swift pt")
@@ -100,9 +94,8 @@ def _data(draft: Draft, method: str) -> None:
     if str(scale or usual) not in _SCALES:
         draft.lose("loss_scale", scale, "weights of parts of an answer; data.train_on is all, last or everything")
     elif method == "sft":
-        draft.put(
-            "data.train_on", _SCALES[str(scale or usual)], "loss_scale" if scale else "answers, as there by default"
-        )
+        why = "loss_scale" if scale else "answers, as there by default"
+        draft.put("data.train_on", _SCALES[str(scale or usual)], why)
     elif scale and scale != usual:
         draft.lose("loss_scale", scale, "of preferences the answers are trained")
 
@@ -116,12 +109,8 @@ def _source(draft: Draft, name: str) -> dict[str, Any]:
     name = name.removeprefix("HF::").removeprefix("MS::")
     if "self-cognition" in name:
         draft.take("model_name", "model_author")
-        draft.lose(
-            "dataset",
-            name,
-            "its rows have placeholders, filled by model_name and model_author: export them, or "
-            "write a data.map: file.py:function",
-        )
+        why = "its rows have placeholders, filled by model_name and model_author: export them, or "
+        draft.lose("dataset", name, why + "write a data.map: file.py:function")
     path, _, subset = name.partition(":")
     return sources.one(path, config=subset or None, rows=f":{count}" if count else None)
 
@@ -135,25 +124,20 @@ def _objective(draft: Draft, method: str) -> None:
     elif method == "simpo":
         usual = 2.0 if beta is None else beta
         sources.simpo(draft, usual, draft.take("simpo_gamma", default=1.0), draft.take("cpo_alpha"))
-    elif method in ("dpo", "orpo"):
-        if method == "orpo":
-            sources.preferences(draft, method, beta)
-        else:
-            options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
-            options["label_smoothing"] = draft.take("label_smoothing")
-            tau = draft.take("discopop_tau")
-            options["discopop_tau"] = tau if "discopop" in str(loss) else None
-            sources.pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
-        draft.say("losses of pairs are means of micro-batches there, here of the whole step")
-        if method == "dpo":
-            draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")
-            draft.read.add("lora_dropout")
+    elif method == "orpo":
+        sources.preferences(draft, method, beta)
+    elif method == "dpo":
+        sources.pairs_of_trl(draft, beta, loss)
+        draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")
+        draft.read.add("lora_dropout")
     elif method not in ("sft", "pt"):
         raise draft.refuse(
             f"rlhf_type: {method}",
             "of pairs there are dpo, simpo and orpo, of single answers kto",
             "docs/objectives.md",
         )
+    if method in ("dpo", "orpo"):
+        draft.say("losses of pairs are means of micro-batches there, here of the whole step")
 
 
 def _loop(draft: Draft) -> None:

@@ -52,7 +52,7 @@ def _objective(draft: Draft) -> bool:
     """Whether it is of pairs."""
     name = str(draft.take("loss._component_", default="")).rpartition(".")[2]
     beta, smoothing = draft.take("loss.beta"), draft.take("loss.label_smoothing")
-    if name in ("DPOLoss",):
+    if name == "DPOLoss":
         sources.preferences(draft, "dpo", beta, label_smoothing=smoothing or None)
         return True
     if name in ("RSOLoss", "SimPOLoss", "IPOLoss"):
@@ -67,19 +67,14 @@ def _data(draft: Draft, is_pairs: bool) -> None:
     built = _DATASETS.get(name)
     own, files = draft.take("dataset.source"), draft.take("dataset.data_files")
     if built is None:
-        draft.lose(
-            "dataset._component_", name, "its rows are made by code; export them, or write a data.map: file.py:function"
-        )
+        why = "its rows are made by code; export them, or write a data.map: file.py:function"
+        draft.lose("dataset._component_", name, why)
         built = (None, None, None, False, {})
     usual, format, style, on_prompt, columns = built
     path = files if files and own in (None, "json", "csv", "parquet", "text") else own or usual or name
     found = _columns(draft, columns)
-    sources.put_all(
-        draft,
-        "data.train",
-        [sources.one(path, split=draft.take("dataset.split"), columns=found, format=format)],
-        "dataset",
-    )
+    source = sources.one(path, split=draft.take("dataset.split"), columns=found, format=format)
+    sources.put_all(draft, "data.train", [source], "dataset")
     if style:
         draft.put("data.prompt", style, name)
         draft.say("data.prompt: the style stands inside the model's chat markers there, and is plain text here")
@@ -99,14 +94,10 @@ def _data(draft: Draft, is_pairs: bool) -> None:
         draft.put("data.train_on", "everything" if is_all else "all", why)
     if loop.is_true(draft.take("dataset.packed")):
         draft.put("data.packing", "rows", "dataset.packed; a sequence longer than a row is an error there")
-    limit = draft.take("tokenizer.max_seq_len", "max_seq_len")
-    if limit is not None:
-        draft.put("data.max_length", int(limit), "tokenizer.max_seq_len")
+    if draft.copy("data.max_length", "tokenizer.max_seq_len", "max_seq_len"):
         draft.say("tokenizer.max_seq_len: the last token of a cut sequence is replaced by its end there")
     if (template := draft.take("tokenizer.prompt_template")) is not None:
         draft.lose("tokenizer.prompt_template", template, "data.prompt has styles by name")
-    if draft.take("shuffle") is False:
-        draft.put("data.shuffle", False, "shuffle")
     _validation(draft)
 
 
@@ -119,14 +110,8 @@ def _columns(draft: Draft, usual: dict[str, str]) -> dict[str, str]:
     if talk:
         kind = "conversations" if draft.recipe.given.get("dataset.conversation_style") == "sharegpt" else "messages"
         found = {} if talk == kind else {kind: talk}
-    names = {
-        "input": "instruction" if usual else "input",
-        "output": "output",
-        "instruction": "instruction",
-        "chosen": "chosen",
-        "rejected": "rejected",
-        "prompt": "prompt",
-    }
+    names = {name: name for name in ("output", "instruction", "chosen", "rejected", "prompt")}
+    names["input"] = "instruction" if usual else "input"
     for theirs, column in given.items():
         if theirs in names:
             found[names[theirs]] = column
@@ -161,19 +146,13 @@ def _loop(draft: Draft) -> None:
 
 def _optimizer(draft: Draft) -> None:
     name = str(draft.take("optimizer._component_", default="torch.optim.AdamW"))
-    known = {
-        "torch.optim.AdamW": "adamw",
-        "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
-        "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
-        "bitsandbytes.optim.PagedAdamW": "adamw",
-    }
+    known = {"torch.optim.AdamW": "adamw", "bitsandbytes.optim.PagedAdamW": "adamw"}
+    known |= dict.fromkeys(("bitsandbytes.optim.PagedAdamW8bit", "bitsandbytes.optim.AdamW8bit"), "adamw_8bit")
     if name in known:
         draft.put("train.optimizer", known[name], f"optimizer: {name}")
     else:
         draft.lose("optimizer._component_", name, "the optimizers here are adamw, adamw_8bit and lora_fa")
     loop.rate(draft, name="optimizer.lr", default=1e-3)
-    if (decay := draft.take("optimizer.weight_decay")) is not None:
-        draft.put("train.weight_decay", decay, "optimizer.weight_decay")
     loop.betas(draft, draft.take("optimizer.betas"), whose="optimizer.betas")
 
 
@@ -192,21 +171,12 @@ def _curve(draft: Draft) -> None:
 def _events(draft: Draft) -> None:
     clip = draft.take("clip_grad_norm")
     draft.put("train.max_grad_norm", clip or 0, "clip_grad_norm" + ("" if clip else ": null, no clipping"))
-    loop.output(draft, "output_dir")
-    seed = draft.take("seed")
-    if seed is None:
+    if not draft.copy("train.seed", "seed"):
         draft.say("seed: another each time there; here 0 unless train.seed says otherwise")
-    else:
-        draft.put("train.seed", int(seed), "seed")
     loop.recompute(draft, "enable_activation_checkpointing", default=False)
-    every, logger = draft.take("log_every_n_steps"), str(draft.take("metric_logger._component_", default=""))
-    if every:
-        draft.put("train.log_every", int(every), "log_every_n_steps")
-    loop.tracking(
-        draft,
-        {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}.get(logger.rpartition(".")[2], []),
-        whose="metric_logger",
-    )
+    logger = str(draft.take("metric_logger._component_", default="")).rpartition(".")[2]
+    trackers = {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}.get(logger, [])
+    loop.tracking(draft, trackers, whose="metric_logger")
     loop.own_topology(draft, {"tensor_parallel_dim": "tp"})
     loop.device(draft)
 
@@ -219,10 +189,5 @@ def _adapter(draft: Draft) -> None:
     if loop.is_true(draft.take("model.apply_lora_to_output")):
         names.append("lm_head")
     draft.put("lora.target_modules", names, "model.lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output")
-    for name, ours in {
-        "model.lora_rank": "r",
-        "model.lora_alpha": "lora_alpha",
-        "model.lora_dropout": "lora_dropout",
-    }.items():
-        if (value := draft.take(name)) is not None:
-            draft.put(f"lora.{ours}", value, name)
+    for name, ours in {"lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout"}.items():
+        draft.copy(f"lora.{ours}", f"model.{name}")

@@ -32,17 +32,15 @@ def rules(draft: Draft) -> None:
     method = method_of(draft)
     if not loop.is_true(draft.take("use_peft")) and not draft.has("lora_r", "lora_alpha", "lora_target_modules"):
         raise draft.refuse("no use_peft", "the recipe trains all parameters", "give use_peft: true in it")
-    if (path := draft.take("model_name_or_path", "model_name", "model")) is None:
+    if not draft.copy("model.path", "model_name_or_path", "model_name", "model"):
         raise draft.refuse("model_name_or_path", "this key is required there, too", "give it")
-    draft.put("model.path", path, "model_name_or_path")
     _dtype(draft)
     four, eight = draft.take("load_in_4bit"), draft.take("load_in_8bit")
     if loop.is_true(four) or loop.is_true(eight):
         kind, whose = ("nf4", "load_in_4bit") if loop.is_true(four) else ("int8", "load_in_8bit")
         sources.quantized(draft, kind, whose=whose, nested=loop.is_true(draft.take("use_bnb_nested_quant")))
-        draft.lose(
-            f"{whose}: factors", "bfloat16", "factors are float32 here; there they are bfloat16 with a quantised base"
-        )
+        why = "factors are float32 here; there they are bfloat16 with a quantised base"
+        draft.lose(f"{whose}: factors", "bfloat16", why)
     _data(draft)
     read_rows(draft, method)
     objective(draft, method)
@@ -59,13 +57,12 @@ def _dtype(draft: Draft) -> None:
     """Of the base; bf16 is autocast over it there."""
     given, bf16 = draft.take("dtype", "torch_dtype"), draft.take("bf16")
     draft.take("fp16")
-    names = {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "auto": "auto", "None": "float32"}
-    name = str(given if given is not None else "float32").removeprefix("torch.")
-    if name not in names:
+    name = "float32" if given in (None, "None") else str(given).removeprefix("torch.")
+    if name not in ("bfloat16", "float16", "float32", "auto"):
         draft.lose("dtype", given, "model.dtype is auto, float32, bfloat16 or float16")
         return
-    draft.put("model.dtype", names[name], "dtype" if given is not None else "the default of TRL's scripts")
-    if names[name] == "float32" and bf16 is not False:
+    draft.put("model.dtype", name, "dtype" if given is not None else "the default of TRL's scripts")
+    if name == "float32" and bf16 is not False:
         draft.say(
             "dtype: a base in float32 is computed under bfloat16 autocast there, in float32 here; dtype: bfloat16 is "
             "nearer in memory and speed"
@@ -95,18 +92,13 @@ def _data(draft: Draft) -> None:
     sources.put_all(draft, "data.train", [sources.one(given, config=config, split=trained)], "dataset_name")
     strategy = str(draft.recipe.given.get("eval_strategy") or "no").lower()
     if tested is not None or strategy not in ("no", "false"):
-        sources.put_all(
-            draft,
-            "data.eval",
-            [sources.one(given, config=config, split=tested or "test")],
-            "dataset_test_split, test by default",
-        )
+        found = [sources.one(given, config=config, split=tested or "test")]
+        sources.put_all(draft, "data.eval", found, "dataset_test_split, test by default")
 
 
 def read_rows(draft: Draft, method: str) -> None:
     """What is read of the rows, and which of it is trained."""
-    if (limit := draft.take("max_length", "max_seq_length")) is not None:
-        draft.put("data.max_length", int(limit), "max_length")
+    draft.copy("data.max_length", "max_length", "max_seq_length")
     mode = str(draft.take("truncation_mode", default="keep_start"))
     if method == "reward":
         draft.put("data.too_long", "drop", "pairs that are longer than max_length are left out there")
@@ -116,8 +108,7 @@ def read_rows(draft: Draft, method: str) -> None:
         draft.lose("truncation_mode", mode, "sequences are cut on the right")
     if loop.is_true(draft.take("packing")):
         draft.put("data.packing", "rows", "packing, by best fit as there")
-    if (path := draft.take("chat_template_path")) is not None:
-        draft.put("data.chat_template", path, "chat_template_path")
+    draft.copy("data.chat_template", "chat_template_path")
     field = draft.take("dataset_text_field")
     if field not in (None, "text"):
         draft.put("data.columns", {"text": field}, "dataset_text_field")
@@ -157,14 +148,10 @@ def objective(draft: Draft, method: str) -> None:
             raise draft.refuse(f"cpo with loss_type: {loss}", "of CPO's losses there is simpo", "docs/objectives.md")
         sources.simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
     elif method == "dpo":
-        divergence, smoothing = draft.take("f_divergence_type"), draft.take("label_smoothing")
-        of_alpha = divergence == "alpha_divergence"
-        alpha, tau = draft.take("f_alpha_divergence_coef"), draft.take("discopop_tau")
-        options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
-        options |= {"f_divergence": divergence, "f_alpha": alpha if of_alpha else None}
-        options |= {"discopop_tau": tau if "discopop" in str(loss) else None, "label_smoothing": smoothing}
+        divergence, alpha = draft.take("f_divergence_type"), draft.take("f_alpha_divergence_coef")
+        options = {"f_divergence": divergence, "f_alpha": alpha if divergence == "alpha_divergence" else None}
         options["weighted"] = draft.take("use_weighting") or None
-        sources.pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
+        sources.pairs_of_trl(draft, beta, loss, **options)
     if method in _OF_PAIRS:
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
         draft.say(
