@@ -22,31 +22,14 @@ _ROWS = 12
 _MOST_STEPS = 5_000
 # What a sweep leaves out of the run: everything between its steps, and its end.
 _WITHOUT = {
-    "epochs": "null",
-    "warmup_steps": "0",
-    "warmup_ratio": "0",
-    "warmup_from_zero": "false",
-    "min_lr": "0",
-    "num_cycles": "1",
-    "power": "1",
-    "timescale": "0",
-    "decay_steps": "0",
-    "decay_type": "linear",
-    "merge_at_end": "false",
-    "eval_every": "0",
-    "save_every": "0",
-    "sample_every": "0",
-    "keep_last": "0",
-    "keep_best": "false",
-    "early_stopping": "{}",
-    "on_spike": "{}",
-    "track": "[]",
-    "routing_record": "null",
-    "routing_replay": "null",
-    "overwrite": "false",
-    "on_nonfinite": "skip",
-    "log_every": "10",
+    **dict.fromkeys(("warmup_steps", "warmup_ratio", "min_lr", "timescale", "decay_steps"), "0"),
+    **dict.fromkeys(("eval_every", "save_every", "sample_every", "keep_last"), "0"),
+    **dict.fromkeys(("warmup_from_zero", "merge_at_end", "keep_best", "overwrite"), "false"),
+    **dict.fromkeys(("epochs", "routing_record", "routing_replay"), "null"),
+    **dict.fromkeys(("early_stopping", "on_spike"), "{}"),
 }
+_WITHOUT |= {"num_cycles": "1", "power": "1", "decay_type": "linear", "track": "[]"}
+_WITHOUT |= {"on_nonfinite": "skip", "log_every": "10"}
 _WITHOUT_DATA = ("eval", "eval_limit", "sample_prompts")
 
 

@@ -125,14 +125,8 @@ def _source(draft: Draft, where: str, given: Any) -> dict[str, Any]:
     entry.pop("ds_type", None)
     columns = _columns(draft, where, entry)
     format = _format(draft, where, entry.pop("type", None))
-    found = sources.one(
-        path,
-        config=entry.pop("name", None),
-        split=entry.pop("split", None),
-        columns=columns,
-        format=format,
-        revision=entry.pop("revision", None),
-    )
+    config, split, revision = (entry.pop(name, None) for name in ("name", "split", "revision"))
+    found = sources.one(path, config=config, split=split, columns=columns, format=format, revision=revision)
     for key, value in entry.items():
         is_usual = (
             (key == "roles_to_train" and list(value) == ["assistant"])

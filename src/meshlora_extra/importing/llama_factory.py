@@ -40,11 +40,11 @@ def _quantized(draft: Draft) -> None:
     bits, nested = draft.take("quantization_bit"), draft.take("double_quantization", default=True)
     if bits is None:
         return
-    kinds = {4: "nf4", 8: "int8"}
-    if bits not in kinds:
+    if bits not in (4, 8):
         draft.lose("quantization_bit", bits, "4 bits are nf4, 8 int8")
         return
-    sources.quantized(draft, kinds[bits], whose="quantization_bit", nested=bits == 4 and loop.is_true(nested))
+    is_nested = bits == 4 and loop.is_true(nested)
+    sources.quantized(draft, {4: "nf4", 8: "int8"}[bits], whose="quantization_bit", nested=is_nested)
 
 
 def _data(draft: Draft, beside: Beside, stage: str) -> None:
@@ -52,11 +52,10 @@ def _data(draft: Draft, beside: Beside, stage: str) -> None:
     names = _names(draft.take("dataset"))
     if not names:
         raise draft.refuse("dataset", "it names no data", "give dataset: NAME in it")
-    sources.put_all(
-        draft, "data.train", [_source(draft, beside, each, stage) for each in names], "dataset, by dataset_info.json"
-    )
+    found = [_source(draft, beside, each) for each in names]
+    sources.put_all(draft, "data.train", found, "dataset, by dataset_info.json")
     if tests := _names(draft.take("eval_dataset")):
-        sources.put_all(draft, "data.eval", [_source(draft, beside, each, stage) for each in tests], "eval_dataset")
+        sources.put_all(draft, "data.eval", [_source(draft, beside, each) for each in tests], "eval_dataset")
     elif share := draft.take("val_size"):
         loop.held_out(draft, "val_size", is_number=share > 1)
     draft.take("val_size")
@@ -97,7 +96,7 @@ def _trained_on(draft: Draft, stage: str) -> None:
         draft.put("data.train_on", "all", "answers, as there by default")
 
 
-def _source(draft: Draft, beside: Beside, name: str, stage: str) -> dict[str, Any]:
+def _source(draft: Draft, beside: Beside, name: str) -> dict[str, Any]:
     """A dataset by its name in dataset_info.json."""
     if beside.data is None:
         draft.lose("dataset", name, "no dataset_info.json lies beside it, which says where its data are: --beside FILE")
@@ -110,15 +109,9 @@ def _source(draft: Draft, beside: Beside, name: str, stage: str) -> dict[str, An
         draft.lose(f"dataset {name}", entry, "data made by a script, or in a cloud, have no place here")
     hub = entry.get("hf_hub_url") or entry.get("ms_hub_url")
     path = hub if hub else str(beside.folder / str(entry.get("file_name", name)))
-    rows = entry.get("num_samples")
-    return sources.one(
-        path,
-        config=entry.get("subset"),
-        split=entry.get("split"),
-        rows=f":{rows}" if rows else None,
-        columns=_columns(draft, name, entry),
-        format=None,
-    )
+    rows, columns = entry.get("num_samples"), _columns(draft, name, entry)
+    options = {"config": entry.get("subset"), "split": entry.get("split"), "rows": f":{rows}" if rows else None}
+    return sources.one(path, columns=columns, **options)
 
 
 def _columns(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, str]:

@@ -56,14 +56,12 @@ def _notes(draft: Draft) -> list[str]:
 
 def _groups(names: Iterable[str]) -> list[str]:
     """Names in order, with those of a group of many as one."""
-    names = list(dict.fromkeys(names))
+    names, found = list(dict.fromkeys(names)), []
     counts = Counter(name.partition(".")[0] for name in names if " " not in name)
-    return list(dict.fromkeys(_short(name, counts) for name in names))
-
-
-def _short(name: str, counts: Counter[str]) -> str:
-    group = name.partition(".")[0]
-    return f"{group}.*" if "." in name and counts[group] > 2 else name
+    for name in names:
+        group = name.partition(".")[0]
+        found.append(f"{group}.*" if "." in name and counts[group] > 2 else name)
+    return list(dict.fromkeys(found))
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:

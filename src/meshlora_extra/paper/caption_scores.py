@@ -71,10 +71,7 @@ def _common_length(one: Tokens, other: Tokens) -> int:
     for token in one:
         below = [0]
         for (left, above), match in zip(pairwise(row), other, strict=True):
-            if token == match:
-                below.append(left + 1)
-            else:
-                below.append(max(above, below[-1]))
+            below.append(left + 1 if token == match else max(above, below[-1]))
         row = below
     return row[-1]
 

@@ -23,20 +23,11 @@ SCRIPTS: tuple[Script, ...] = ("e2e-metrics", "generation-eval")
 
 References = Sequence[Sequence[str]]
 
-_LIBRARIES: Mapping[Script, tuple[str, ...]] = {
-    "e2e-metrics": ("sacrebleu",),
-    "generation-eval": ("sacrebleu", "nltk", "pyter"),
-}
-# Score -> its name and format on the terminal, in the order of the papers' tables.
-SHOWN: Mapping[str, tuple[str, str]] = {
-    "bleu": ("BLEU", ".2f"),
-    "nist": ("NIST", ".4f"),
-    "meteor": ("METEOR", ".2f"),
-    "rouge_l": ("ROUGE-L", ".2f"),
-    "cider": ("CIDEr", ".4f"),
-    "ter": ("TER", ".2f"),
-    "chrf": ("chrF++", ".2f"),
-}
+_LIBRARIES = {"e2e-metrics": ("sacrebleu",), "generation-eval": ("sacrebleu", "nltk", "pyter")}
+# Score -> its name on the terminal, in the order of the papers' tables; those with four digits behind the point.
+SHOWN = {"bleu": "BLEU", "nist": "NIST", "meteor": "METEOR", "rouge_l": "ROUGE-L", "cider": "CIDEr"}
+SHOWN |= {"ter": "TER", "chrf": "chrF++"}
+_FINE = ("nist", "cider")
 
 
 def check_scorers(script: Script) -> None:
@@ -130,11 +121,11 @@ def _streams(references: References) -> list[Any]:
 def shown(found: Mapping[str, Any]) -> str:
     """The scores in one line."""
     parts = []
-    for name, (title, form) in SHOWN.items():
+    for name, title in SHOWN.items():
         if name in found and found[name] is None:
             parts.append(f"{title} –")
         elif name in found:
-            parts.append(f"{title} {format(found[name], form)}")
+            parts.append(f"{title} {found[name]:.{4 if name in _FINE else 2}f}")
     return "  ".join(parts)
 
 
@@ -148,13 +139,8 @@ def written_references(references: References, script: Script) -> dict[str, str]
         return {"": "\n".join("".join(f"{_line(text)}\n" for text in own) for own in references) + "\n"}
     files = {}
     for index in range(max(map(len, references))):
-        lines = []
-        for own in references:
-            if index < len(own):
-                lines.append(spaced(own[index]))
-            else:
-                lines.append(spaced(own[0]))
-        files[f"reference{index}"] = "\n".join(lines) + "\n"
+        texts = [own[index] if index < len(own) else own[0] for own in references]
+        files[f"reference{index}"] = "".join(f"{spaced(text)}\n" for text in texts)
     return files
 
 

@@ -66,18 +66,12 @@ def not_shown(choice: Choice, number: int) -> str:
     others, refused = len(choice.ranked) - number, len(choice.left_out)
     said = []
     if others > 0:
-        said.append(f"{others} more {_plural('topology', others)}")
+        said.append(f"{others} more {'topology' if others == 1 else 'topologies'}")
     if refused:
-        said.append(f"{refused} {_plural('topology', refused)} that cannot be, with the reason")
+        said.append(f"{refused} {'topology' if refused == 1 else 'topologies'} that cannot be, with the reason")
     if not said:
         return ""
     return f"not shown: {', and '.join(said)}: --all"
-
-
-def _plural(word: str, number: int) -> str:
-    if number == 1:
-        return word
-    return word.removesuffix("y") + "ies"
 
 
 def _dtype(problem: Problem) -> str:

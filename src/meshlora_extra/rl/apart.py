@@ -16,6 +16,7 @@ Owns: limits of an interpreter, the words of the channel, what each side may ask
 from __future__ import annotations
 
 import builtins
+import collections
 import functools
 import io
 import json
@@ -56,16 +57,10 @@ _COPIED: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "datetime.time": (lambda it: (it.isoformat(),), _of("datetime", "time.fromisoformat")),
     "datetime.datetime": (lambda it: (it.isoformat(),), _of("datetime", "datetime.fromisoformat")),
     "datetime.timedelta": (lambda it: (it.days, it.seconds, it.microseconds), _of("datetime", "timedelta")),
-    "collections.deque": (
-        lambda it: (it.maxlen, *it),
-        lambda most, *items: import_module("collections").deque(items, most),
-    ),
-    "collections.OrderedDict": (lambda it: it.items(), lambda *items: import_module("collections").OrderedDict(items)),
-    "collections.Counter": (lambda it: it.items(), lambda *items: import_module("collections").Counter(dict(items))),
-    "collections.defaultdict": (
-        lambda it: it.items(),
-        lambda *items: import_module("collections").defaultdict(None, items),
-    ),
+    "collections.deque": (lambda it: (it.maxlen, *it), lambda most, *items: collections.deque(items, most)),
+    "collections.OrderedDict": (lambda it: it.items(), lambda *items: collections.OrderedDict(items)),
+    "collections.Counter": (lambda it: it.items(), lambda *items: collections.Counter(dict(items))),
+    "collections.defaultdict": (lambda it: it.items(), lambda *items: collections.defaultdict(None, items)),
     "numpy.ndarray": (
         lambda it: (it.dtype.str, it.tobytes(), *it.shape),
         lambda kind, data, *shape: import_module("numpy").frombuffer(data, kind).reshape(shape).copy(),

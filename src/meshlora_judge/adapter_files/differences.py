@@ -52,13 +52,10 @@ def differences_from(
             causes.setdefault(cause, []).append(name)
     result = []
     for cause, names in causes.items():
+        stated = cause if cause == "not saved" else f"what is saved is {cause}"
         way_out = _WAYS_OUT.get(cause, "gather the trained parameters, and save those of the last step")
-        result += found("differs", f"{_stated(cause)}, of {len(values):,} trained tensors", names, way_out)
+        result += found("differs", f"{stated}, of {len(values):,} trained tensors", names, way_out)
     return result
-
-
-def _stated(cause: str) -> str:
-    return cause if cause == "not saved" else f"what is saved is {cause}"
 
 
 def _by_name(values: Values) -> dict[str, Tensor]:

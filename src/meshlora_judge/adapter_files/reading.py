@@ -114,16 +114,9 @@ def _object(path: Path) -> dict[str, Any]:
 def _checked(path: Path) -> dict[str, Any]:
     """A configuration whose fields that are used here have their types."""
     config = _object(path)
-    types: dict[str, tuple[type, ...]] = {
-        "r": (int,),
-        "lora_alpha": (int, float),
-        "rank_pattern": (dict,),
-        "alpha_pattern": (dict,),
-        "target_modules": (list, str),
-        "target_parameters": (list,),
-        "modules_to_save": (list,),
-        "peft_type": (str,),
-    }
+    types: dict[str, tuple[type, ...]] = {"r": (int,), "lora_alpha": (int, float), "peft_type": (str,)}
+    types |= {"rank_pattern": (dict,), "alpha_pattern": (dict,), "target_modules": (list, str)}
+    types |= {"target_parameters": (list,), "modules_to_save": (list,)}
     for name, kinds in types.items():
         value = config.get(name)
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
@@ -135,9 +128,8 @@ def _checked(path: Path) -> dict[str, Any]:
     for name, value in numbers:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and 0 <= value <= _LARGEST):
-            raise UserError(
-                f"{path}: {name}", f"{value!r:.60} is no number from 0 to {_LARGEST:g}", "copy the file again"
-            )
+            rule = f"{value!r:.60} is no number from 0 to {_LARGEST:g}"
+            raise UserError(f"{path}: {name}", rule, "copy the file again")
     for name in ("target_modules", "target_parameters", "modules_to_save"):
         if isinstance(value := config.get(name), list) and not all(isinstance(each, str) for each in value):
             raise UserError(f"{path}: {name}", "it must be a list of names", "copy the file again")

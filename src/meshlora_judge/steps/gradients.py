@@ -117,12 +117,10 @@ class Judged:
         if is_clipped:
             return raw
         # A loop that clips by code of its own: the raw ones are right, and what it took is made of them.
-        if self._are_right(raw) and (all(map(_is_multiple, taken, raw)) or all(map(is_clamped, taken, raw))):
+        is_right = not any(map(self._wrong, self._wholes(raw)))
+        if is_right and (all(map(_is_multiple, taken, raw)) or all(map(is_clamped, taken, raw))):
             return raw
         return taken
-
-    def _are_right(self, ranks: Sequence[Gradients]) -> bool:
-        return not any(map(self._wrong, self._wholes(ranks)))
 
     def _wholes(self, ranks: Sequence[Gradients]) -> list[dict[str, Tensor]]:
         found = [dict[str, Tensor]() for _ in ranks]

@@ -47,10 +47,7 @@ class Reference:
             check_base(self._exact, other, base)
         self._rounded: Any = None
         self.start: Mapping[str, Tensor] | None = None
-        self.shapes: dict[str, list[int]] = {}
-        for name, parameter in self._exact.named_parameters():
-            if parameter.requires_grad:
-                self.shapes[name] = list(parameter.shape)
+        self.shapes = {name: list(p.shape) for name, p in self._exact.named_parameters() if p.requires_grad}
         self.wanted = trained_by_peft(base, recording)
 
     def begin(self, before: Mapping[str, Tensor]) -> None:
@@ -95,9 +92,8 @@ class Reference:
         """`gradients` by other sums of the same terms: how far they are apart is rounding. Pairs stay together."""
         found = list[dict[str, Tensor]]()
         for each in micro:
-            if self.loss["kind"] in PAIRED:
-                rows = [each]
-            else:
+            rows = [each]
+            if self.loss["kind"] not in PAIRED:
                 rows = [_row(each, row) for row in range(len(each.given["input_ids"]))]
             gradients, _ = self._of(self._exact, values, rows, "")
             found.append(combined(gradients, [1.0] * len(rows)))
@@ -106,7 +102,8 @@ class Reference:
     def variants(self, micro: Sequence[MicroBatchOf]) -> Iterator[tuple[str, str]]:
         """(key, words) of the mistakes that make sense for these micro-batches."""
         given = micro[0].given
-        is_masked = _is_masked(micro)
+        masks = [mask for each in micro if (mask := each.given.get("attention_mask")) is not None]
+        is_masked = any(not bool((mask == 1).all()) for mask in masks)
         for way in causes.SCALES:
             yield f"{_SCALED}{way}", f"it fits a forward in which {_SCALED}{way}"
         for variant in causes.VARIANTS[self.loss["kind"]]:
@@ -132,9 +129,7 @@ class Reference:
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
         set_values(model, values)
         found, counts = list[dict[str, Tensor]](), list[int]()
-        way = "1"
-        if variant.startswith(_SCALED):
-            way = variant.removeprefix(_SCALED)
+        way = variant.removeprefix(_SCALED) if variant.startswith(_SCALED) else "1"
         with _scaled(model, way):
             for each in micro:
                 model.zero_grad(set_to_none=True)
@@ -143,13 +138,10 @@ class Reference:
                     total.backward()
                 gradients = {}
                 for name, parameter in model.named_parameters():
-                    if not parameter.requires_grad:
-                        continue
-                    # An expert that no token reached has none, where the trainer may have zeros.
-                    if parameter.grad is None:
-                        gradients[name] = torch.zeros_like(parameter, dtype=torch.float64)
-                    else:
-                        gradients[name] = parameter.grad.double().clone()
+                    if parameter.requires_grad:
+                        # An expert that no token reached has none, where the trainer may have zeros.
+                        own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                        gradients[name] = own.to(torch.float64, copy=True)
                 found.append(gradients)
                 counts.append(count)
         model.zero_grad(set_to_none=True)
@@ -162,15 +154,6 @@ def _precision_for(recording: Recording) -> torch.dtype:
     number = sum(math.prod(lies["shape"]) for lies in recording.frozen.values())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.float64 if number * (8 + 4) <= _SHARE * there else torch.float32
-
-
-def _is_masked(micro: Sequence[MicroBatchOf]) -> bool:
-    """Whether the attention mask of any micro-batch leaves out a position."""
-    for each in micro:
-        mask = each.given.get("attention_mask")
-        if mask is not None and not bool((mask == 1).all()):
-            return True
-    return False
 
 
 def _row(micro: MicroBatchOf, row: int) -> MicroBatchOf:
@@ -201,11 +184,5 @@ def _scaled(model: Any, way: str) -> Iterator[None]:
 
 
 def _scale(way: str, scale: float, r: int) -> float:
-    known = {
-        causes.SCALES[0]: 1.0,
-        causes.SCALES[1]: scale * scale,
-        causes.SCALES[2]: scale / r,
-        causes.SCALES[3]: scale * r**0.5,
-        causes.SCALES[4]: scale / r**0.5,
-    }
+    known = dict(zip(causes.SCALES, (1.0, scale * scale, scale / r, scale * r**0.5, scale / r**0.5), strict=True))
     return known[way] if way in known else scale * float(way)

@@ -109,11 +109,8 @@ def judge_update(verdict: Verdict, number: int, rank: int, step: Step) -> None:
         size = float(due.norm())
         rounding = torch.finfo(step.before[name].dtype).eps * float(after.norm())
         # The movement is a difference of rounded values: of small ones rounding is the larger part.
-        limit = 2 * rounding / max(size, 1e-300)
-        if step.before[name].dtype == torch.float64:
-            limit = max(1e-6, limit)
-        else:
-            limit = max(_ADAM_F32, limit)
+        least = 1e-6 if step.before[name].dtype == torch.float64 else _ADAM_F32
+        limit = max(least, 2 * rounding / max(size, 1e-300))
         error = float((done - due).norm()) / size if size else float(done.norm())
         if step.before[name].dtype in _LOW:
             rounded = expected.to(step.before[name].dtype).double()
@@ -145,9 +142,7 @@ def judge_state(verdict: Verdict, number: int, rank: int, ended: Step, step: Ste
     wrong = []
     for name, value in values.items():
         # In low precision a state is rounded each time, and some optimizers keep a copy of it elsewhere.
-        limit = 1e-2
-        if ended.before[name].dtype in _LOW:
-            limit = 1e-1
+        limit = 1e-1 if ended.before[name].dtype in _LOW else 1e-2
         found = step.optimizer["state"].get(name, {})
         for key, due in optimizer.state.get(value, {}).items():
             own = found.get(key)
@@ -214,7 +209,7 @@ def _options(given: Mapping[str, Any], takes: Mapping[str, Any], other: Mapping[
     options = {}
     for key, value in given.items():
         if key in takes:
-            options[key] = _of_group(value)
+            options[key] = tuple(value) if isinstance(value, list) else value
     for key, value in other.items():
         # Only where the optimizer has it, and in that form: Adafactor's eps is a pair.
         if type(options.get(key)) is type(value):
@@ -223,10 +218,6 @@ def _options(given: Mapping[str, Any], takes: Mapping[str, Any], other: Mapping[
         if key in takes:
             options[key] = False
     return options
-
-
-def _of_group(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _of_state(key: str, value: Any) -> Any:
@@ -268,7 +259,11 @@ def _are_rounded(values: Mapping[str, Tensor], names: Sequence[str], dtype: torc
 
 
 def _are_close(step: Step, names: Sequence[str], due: Mapping[str, Tensor]) -> bool:
-    return all(_close(step, name, due[name]) for name in names)
+    for name in names:
+        error = float((step.after[name].double() - due[name]).norm())
+        if not error <= _tolerance(step, name) * float((due[name] - step.before[name].double()).norm()):
+            return False
+    return True
 
 
 # (key, words, options) of a step by other options than the groups have.
@@ -308,10 +303,8 @@ def _of_rate(step: Step, wrong: list[str]) -> tuple[str, str] | None:
     if decays and _furthest(found, 1.0) < 1e-2:
         if max(map(abs, decays)) < 0.05:
             return "no weight decay", "weight decay was left out"
-        return (
-            "another weight decay",
-            f"weight decay is {min(decays):.4g} to {max(decays):.4g} times what its group says",
-        )
+        words = f"weight decay is {min(decays):.4g} to {max(decays):.4g} times what its group says"
+        return "another weight decay", words
     times = f"{least:.4g}"
     if most - least >= 1e-2 * abs(most):
         times += f" to {most:.4g}"
@@ -323,9 +316,3 @@ def _tolerance(step: Step, name: str) -> float:
     moved = float((step.after[name].double() - step.before[name].double()).norm())
     rounding = torch.finfo(step.before[name].dtype).eps * float(step.after[name].double().norm())
     return max(1e-3, 2 * rounding / max(moved, 1e-300))
-
-
-def _close(step: Step, name: str, expected: Tensor) -> bool:
-    due = expected - step.before[name].double()
-    error = float((step.after[name].double() - expected).norm())
-    return error <= _tolerance(step, name) * float(due.norm())

@@ -13,31 +13,20 @@ from typing import Any
 from meshlora_ground.errors import numbered
 from meshlora_judge.steps.causes import VAGUE
 
-# Phase -> what it compares, in the order in which a fault shows first.
-PHASES = {
-    "trained": "which parameters are trained",
-    "rows": "each rank's rows are its own",
-    "replicas": "copies on ranks are equal",
-    "gradient": "gradients before clipping",
-    "shares": "micro-batches' shares in them",
-    "clipping": "clipping",
-    "update": "what the optimizer changed",
-    "between": "nothing changed them between steps",
-    "state": "the optimizer's state",
-    "saved": "saved file",
+# Phase -> what it compares, and as a finding begins; in the order in which a fault shows first.
+_PHASES = {
+    "trained": ("which parameters are trained", "of the trained parameters"),
+    "rows": ("each rank's rows are its own", "rows"),
+    "replicas": ("copies on ranks are equal", "copies of"),
+    "gradient": ("gradients before clipping", "gradients of"),
+    "shares": ("micro-batches' shares in them", "shares in"),
+    "clipping": ("clipping", "clipping of"),
+    "update": ("what the optimizer changed", "the update of"),
+    "between": ("nothing changed them between steps", "before it,"),
+    "state": ("the optimizer's state", "the optimizer's state of"),
+    "saved": ("saved file", "the saved file:"),
 }
-_OF = {
-    "trained": "of the trained parameters",
-    "rows": "rows",
-    "replicas": "copies of",
-    "gradient": "gradients of",
-    "shares": "shares in",
-    "clipping": "clipping of",
-    "update": "the update of",
-    "between": "before it,",
-    "state": "the optimizer's state of",
-    "saved": "the saved file:",
-}
+PHASES = {phase: words for phase, (words, _) in _PHASES.items()}
 
 
 @dataclass(frozen=True)
@@ -54,7 +43,7 @@ class Finding:
     ratio: float | None = None
 
     def __str__(self) -> str:
-        said = f"step {self.step + 1}, {_OF[self.phase]}"
+        said = f"step {self.step + 1}, {_PHASES[self.phase][1]}"
         if self.names:
             said += f" {kinds_of(self.names)}"
         if self.ranks:
@@ -100,18 +89,10 @@ class Verdict:
         return f"refuted: {said}" + (f"; and {more} more, as --json says" if more else "")
 
     def as_json(self) -> dict[str, Any]:
-        compared = {
-            phase: {"worst": worst, "limit": limit, "number": number}
-            for phase, (worst, limit, number) in self.compared.items()
-        }
-        findings = list(map(asdict, self.findings))
-        return {
-            "proved": self.is_proved,
-            "findings": findings,
-            "compared": compared,
-            "notes": self.notes,
-            "facts": self.facts,
-        }
+        names = ("worst", "limit", "number")
+        compared = {phase: dict(zip(names, found, strict=True)) for phase, found in self.compared.items()}
+        said = {"proved": self.is_proved, "findings": list(map(asdict, self.findings)), "compared": compared}
+        return {**said, "notes": self.notes, "facts": self.facts}
 
 
 def kinds_of(names: Sequence[str]) -> str:
