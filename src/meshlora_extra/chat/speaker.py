@@ -80,22 +80,15 @@ class Speaker:
         most = self.options.max_new_tokens
         if self.positions is not None:
             most = min(most, self.positions - len(ids))
-        self._tell({"ids": ids, "most": most, "of_base": of_base, "seed": self.options.seed + self._turn})
+        asked = {"ids": ids, "most": most, "of_base": of_base, "seed": self.options.seed + self._turn}
+        self._tell(asked)
         text = GrowingText(self.tokenizer)
 
         def hear_text(further: str) -> None:
             if further:
                 hear(further)
 
-        tokens = self._answer(
-            ids,
-            most=most,
-            of_base=of_base,
-            seed=self.options.seed + self._turn,
-            hear=lambda new: hear_text(text.add(new)),
-            is_stopped=is_stopped,
-        )
-        self._turn += 1
+        tokens = self._answer(**asked, hear=lambda new: hear_text(text.add(new)), is_stopped=is_stopped)
         hear_text(text.rest())
         why: Literal["ended", "stopped", "cut", "positions"] = "stopped"
         if tokens and tokens[-1] in ends_of(self.tokenizer, self.options):
@@ -110,8 +103,7 @@ class Speaker:
             asked = json.loads(self._heard())
             if asked is None:
                 return
-            self._answer(asked["ids"], most=asked["most"], of_base=asked["of_base"], seed=asked["seed"])
-            self._turn += 1
+            self._answer(**asked)
 
     def leave(self) -> None:
         """On rank 0: let the other ranks end."""
@@ -130,16 +122,10 @@ class Speaker:
         found: bytes = self._store.get(key)
         return found
 
-    def _answer(
-        self,
-        ids: list[int],
-        *,
-        most: int,
-        of_base: bool,
-        seed: int,
-        hear: Callable[[list[int]], object] = lambda _: None,
-        is_stopped: Callable[[], bool] = lambda: False,
-    ) -> list[int]:
+    def _answer(self, *, ids: list[int], most: int, of_base: bool, seed: int, **heard: Callable[..., Any]) -> list[int]:
+        """heard: `hear` and `is_stopped` of `continue_one`, on rank 0."""
         options = dataclasses.replace(self.options, max_new_tokens=most, seed=seed)
         with disable_adapter(self._network) if of_base else contextlib.nullcontext():
-            return continue_one(self._network, self.tokenizer, ids, options, hear=hear, is_stopped=is_stopped)
+            found = continue_one(self._network, self.tokenizer, ids, options, **heard)
+        self._turn += 1
+        return found
