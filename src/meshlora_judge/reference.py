@@ -65,26 +65,14 @@ def reference_model(
     stays on.
     is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
     """
-    dtype, options = getattr(torch, model.dtype), {"trust_remote_code": model.trust_remote_code}
-    config = AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
+    config = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=model.trust_remote_code)
     objective.configure(config)
     for name, value in config.to_dict().items():
         if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
             setattr(config, name, 0.0)
     if objective.task != CAUSAL:
         config.classifier_dropout = 0.0
-    base = load_base(
-        model.path,
-        config,
-        dtype=dtype,
-        attn_implementation=model.attn_implementation,
-        experts_implementation="eager",  # the others do not compute in float64
-        local_files_only=True,
-        **options,
-    )
-    if dtype == torch.float64:
-        for parameter in base.parameters():  # some routers are float32 whatever dtype is requested
-            parameter.data = parameter.data.to(dtype)
+    base = _loaded(model, model.path, config)
     if objective.task != CAUSAL:
         base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
@@ -98,6 +86,19 @@ def reference_model(
         share_adapters(found)
     invoke(found)
     return found.train()
+
+
+def _loaded(model: Base, folder: str | Path, config: Any) -> Any:
+    """The checkpoint in `folder`, in the dtype and with the attention of `model`."""
+    dtype, options = getattr(torch, model.dtype), {"local_files_only": True}
+    options |= {"trust_remote_code": model.trust_remote_code}
+    # The other ways of experts do not compute in float64.
+    ways = {"attn_implementation": model.attn_implementation, "experts_implementation": "eager"}
+    found = load_base(folder, config, dtype=dtype, **ways, **options)
+    if dtype == torch.float64:
+        for parameter in found.parameters():  # some routers are float32 whatever dtype is requested
+            parameter.data = parameter.data.to(dtype)
+    return found
 
 
 def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
@@ -181,15 +182,8 @@ def frozen_policy(model: Base, adapter: str | Path | None, **options: Any) -> An
 
 def teacher_model(student: Base, folder: str | Path) -> Any:
     """Another checkpoint, in the dtype of the student, frozen and without dropout."""
-    dtype, options = getattr(torch, student.dtype), {"local_files_only": True}
-    options |= {"trust_remote_code": student.trust_remote_code}
-    config = AutoConfig.from_pretrained(folder, **options)
-    attention = {"attn_implementation": student.attn_implementation, "experts_implementation": "eager"}
-    model = load_base(folder, config, dtype=dtype, **attention, **options)
-    if dtype == torch.float64:
-        for parameter in model.parameters():  # as of the student
-            parameter.data = parameter.data.to(dtype)
-    return model.eval().requires_grad_(False)
+    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=student.trust_remote_code)
+    return _loaded(student, folder, config).eval().requires_grad_(False)
 
 
 @torch.no_grad()

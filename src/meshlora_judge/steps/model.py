@@ -40,15 +40,8 @@ def replayed_model(base: str, recording: Recording, *, dtype: torch.dtype | None
         raise UnsupportedError(words, rule, "record the same step on the base before it is quantised")
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     stored = _dtype_of(recording.frozen) or _dtype_of(recording.trained) or torch.float32
-    found = load_base(
-        base,
-        config,
-        dtype=stored,
-        attn_implementation="eager",
-        experts_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    ways = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    found = load_base(base, config, dtype=stored, **ways, local_files_only=True, trust_remote_code=False)
     for name, given in recording.adapters.items():
         found = _with_adapter(found, name, given)
     if len(recording.adapters) > 1:
