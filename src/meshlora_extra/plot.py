@@ -95,8 +95,7 @@ def plot_schedule(rates: Sequence[float], file: Path, *, title: str) -> None:
     figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
     axis.plot(range(1, len(rates) + 1), rates, marker="o" if len(rates) <= 50 else None, markersize=3)
     _label(axis, title)
-    axis.set_ylabel("learning rate")
-    axis.set_ylim(bottom=0)
+    axis.set(ylabel="learning rate", ylim=(0, None))
     _save(figure, file)
 
 
@@ -107,9 +106,7 @@ def plot_sweep(sweep: Sweep, file: Path, *, title: str) -> None:
     axis.plot(sweep.rates, sweep.smooth, label="smoothed")
     axis.axvline(sweep.suggested, color="black", linestyle="--", linewidth=1, label="suggested")
     _label(axis, title)
-    axis.set_xscale("log")
-    axis.set_xlabel("learning rate")
-    axis.set_ylabel("loss")
+    axis.set(xscale="log", xlabel="learning rate", ylabel="loss")
     axis.legend()
     _save(figure, file)
 
@@ -121,8 +118,7 @@ def plot_lengths(bins: Sequence[tuple[int, int, int]], file: Path, *, title: str
     widths = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]
     axis.bar(firsts, numbers, width=widths, align="edge", edgecolor="white")
     _label(axis, title)
-    axis.set_xlabel("tokens")
-    axis.set_ylabel("sequences")
+    axis.set(xlabel="tokens", ylabel="sequences")
     _save(figure, file)
 
 

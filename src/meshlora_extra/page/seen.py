@@ -19,20 +19,9 @@ from pathlib import Path
 from typing import Any
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
-# Of a step; of an evaluation.
-_STEP = (
-    "step",
-    "steps",
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens",
-    "step_time_s",
-    "planned_step_time_s",
-    "peak_memory_bytes",
-)
-# Of the steps of a run that is not chosen.
+# Of the steps of a run that is not chosen; of one that is; of an evaluation.
 _OF_OTHERS = ("step", "steps", "loss")
+_STEP = (*_OF_OTHERS, "lr", "grad_norm", "tokens", "step_time_s", "planned_step_time_s", "peak_memory_bytes")
 _EVALUATION = ("step", "eval_loss")
 # Metrics on answers have names of a user's own.
 _METRIC, _MOST_METRICS = re.compile(r"eval_(?!(?:loss|tokens|perplexity|answers)$)[A-Za-z_]\w{0,59}", re.ASCII), 12
