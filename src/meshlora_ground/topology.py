@@ -190,11 +190,6 @@ class Topology:
         """Sizes of the expert axes in mesh order, slowest first."""
         return {name: getattr(self, name) for name in EXPERT_AXES}
 
-    @property
-    def of_a_stage(self) -> Topology:
-        """The topology of the ranks of one stage."""
-        return self.with_stages(1)
-
     def with_stages(self, pp: int) -> Topology:
         """This topology with pp ranks along the axis of layers."""
         if pp == 1:

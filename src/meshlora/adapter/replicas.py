@@ -69,7 +69,7 @@ def check_replicas(
     ours = torch.stack(own)  # [num_parts, 2]
     # Of one stage, whose topology is that of all without the others.
     everyone = all_gather(ours.unsqueeze(0), mesh.stage).cpu()  # [ranks, num_parts, 2]
-    topology = mesh.topology.of_a_stage
+    topology = mesh.topology.with_stages(1)
     replicas = [replicated_over(part, topology) for part in parts]
     drifts = find_drifts(everyone, replicas, topology)
     # Every stage has compared its own: the others must stop with it.
