@@ -168,10 +168,10 @@ def _judged(by: str) -> Iterator[None]:
     try:
         with time_limit(_PATTERN_S):
             yield
-    except OutOfTimeError:
-        raise _UnjudgedError(by, f"it took longer than {_PATTERN_S:g} s", "write a simpler one") from None
-    except RecursionError:
-        raise _UnjudgedError(by, "it recurses too deeply", "write a simpler one") from None
+    except (OutOfTimeError, RecursionError) as error:
+        is_late = isinstance(error, OutOfTimeError)
+        rule = f"it took longer than {_PATTERN_S:g} s" if is_late else "it recurses too deeply"
+        raise _UnjudgedError(by, rule, "write a simpler one") from None
 
 
 def _json_schema(one: JsonSchemaReward, name: str) -> Score:
@@ -228,9 +228,7 @@ def _check_references(schema: Any, known: Any, where: str) -> None:
 
 def _match(one: MatchReward, name: str) -> Score:
     def score(completion: Completion) -> float:
-        said: Any = completion.text.strip()
-        if one.how != "text":
-            said = _last_number(completion.text)
+        said = completion.text.strip() if one.how == "text" else _last_number(completion.text)
         return float(said == _wanted(one, completion))
 
     return _each(name, score)
@@ -294,19 +292,15 @@ def _function(one: FunctionReward, name: str) -> Score:
         takes = inspect.signature(call).parameters
     except ValueError as error:  # of some that are written in C
         raise UserError(f"rl.rewards.name={one.name}", reason(error), "give a function of Python") from None
-    if "completions" in takes:  # as TRL has it; of one at a time, to name the one that it fails on
 
-        def score(completion: Completion) -> Any:
-            fields = {key: [value] for key, value in completion.fields.items()}
-            given = {"prompts": [completion.prompt], "completions": [completion.text]}
-            (value,) = call(**_taken(fields | given, takes))
-            return value
-
-    else:
-
-        def score(completion: Completion) -> Any:
+    def score(completion: Completion) -> Any:
+        if "completions" not in takes:
             given = {"prompt": completion.prompt, "completion": completion.text}
             return call(**_taken({**completion.fields, **given}, takes))
+        # As TRL has it; of one at a time, to name the one that it fails on.
+        given = {**completion.fields, "prompts": completion.prompt, "completions": completion.text}
+        (value,) = call(**_taken({key: [each] for key, each in given.items()}, takes))
+        return value
 
     return _each(name, score)
 

@@ -100,9 +100,7 @@ def of_names(adapter: Adapter) -> list[Finding]:
     by_name: dict[tuple[str, str], list[Part]] = {}
     for part in names.parts:
         # One adapter alone may have its name in some keys only: these are the same tensors twice.
-        of = ""
-        if len(own) > 1:
-            of = part.adapter
+        of = part.adapter if len(own) > 1 else ""
         by_name.setdefault((part.name, of), []).append(part)
     same, other = list[str](), list[str]()
     for parts in by_name.values():
@@ -209,9 +207,8 @@ def of_scale(adapter: Adapter) -> list[Finding]:
     if isinstance(rank, int) and rank < 1:
         return found("rank", f"r is {rank}", [f"r={rank}"], "give the rank of the factors")
     off = [module for module in adapter.names.by_module() if scale_of(config, module) == 0]
-    return found(
-        "scale", "lora_alpha is 0: PEFT multiplies these factors by zero", off, "give the alpha of the training"
-    )
+    what = "lora_alpha is 0: PEFT multiplies these factors by zero"
+    return found("scale", what, off, "give the alpha of the training")
 
 
 def of_layers(adapter: Adapter) -> list[Finding]:
@@ -219,11 +216,8 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     config = adapter.config
     targets = config.get("target_modules")
     modules = adapter.names.by_module()
-    unused = list[str]()
-    if isinstance(targets, list):
-        for name in targets:
-            if not any(f".{module}".endswith(f".{name}") for module in modules):
-                unused.append(name)
+    named = targets if isinstance(targets, list) else []
+    unused = [name for name in named if not any(f".{module}".endswith(f".{name}") for module in modules)]
     what = "targets of the configuration have no factor"
     result = found("incomplete", what, unused, "--model tells whether the model has them", is_note=True)
     leaves: dict[str, set[str]] = {}
@@ -241,10 +235,7 @@ def of_layers(adapter: Adapter) -> list[Finding]:
         kinds.setdefault(_NUMBER.sub("*", parent), []).append(parent)
     missing, unclear, experts = list[str](), list[str](), list[str]()
     for kind, parents in kinds.items():
-        every = set[str]()
-        for parent in parents:
-            every |= leaves[parent]
-        for leaf in every:
+        for leaf in set[str]().union(*map(leaves.__getitem__, parents)):
             lacking = _lacking(leaf, parents, leaves)
             # gemma3n and gemma4 have layers that take keys, values or both from another.
             is_shared = leaf in ("k_proj", "v_proj")
@@ -263,10 +254,7 @@ def of_layers(adapter: Adapter) -> list[Finding]:
 
 def _lacking(leaf: str, parents: list[str], leaves: Mapping[str, set[str]]) -> list[str]:
     """`leaf` under each parent that lacks it, though it has another leaf of those that have it."""
-    beside = set[str]()
-    for parent in parents:
-        if leaf in leaves[parent]:
-            beside |= leaves[parent]
+    beside = set[str]().union(*(leaves[parent] for parent in parents if leaf in leaves[parent]))
     return [f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside]
 
 
