@@ -160,10 +160,8 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "muse_spark": {"text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}},
     "minimax_m3_vl_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
     | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
-    "qwen2_moe": {"mlp_only_layers": [0]},
+    **{key: {"mlp_only_layers": [0]} for key in ("qwen2_moe", "qwen3_moe", "qwen3_next")},
     "qwen3_asr": {"audio_config": {"downsample_hidden_size": 16}},
-    "qwen3_moe": {"mlp_only_layers": [0]},
-    "qwen3_next": {"mlp_only_layers": [0]},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
     "step3p7": {"text_config": {"sliding_window": 512}},  # without one its model does not run
