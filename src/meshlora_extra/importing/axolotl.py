@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from meshlora_extra.importing import loop, sources
@@ -11,6 +12,8 @@ from meshlora_extra.importing.draft import Draft
 _TYPES: dict[str, tuple[str | None, str | None]] = {"alpaca": ("alpaca", "alpaca")}
 _TYPES |= dict.fromkeys(("completion", "pretrain"), ("text", None))
 _TYPES |= dict.fromkeys(("chat_template", "chat_template.default", "sharegpt"), (None, None))
+_TRACKERS = {"wandb": ("use_wandb", "wandb_project"), "trackio": ("use_trackio", "trackio_project_name")}
+_TRACKERS |= {"mlflow": ("use_mlflow",), "tensorboard": ("use_tensorboard",)}
 _THINKING = ("field_thinking", "template_thinking_key", "split_thinking")
 _WEIGHTS = ("message_field_training", "message_field_training_detail")
 _RULES_OF_ROWS = {
@@ -233,10 +236,8 @@ def _loop(draft: Draft) -> None:
         draft.put("train.on_spike", spike, "loss_watchdog_threshold, loss_watchdog_patience")
     loop.device(draft)
     loop.timeout(draft)
-    names = ("wandb", "mlflow", "trackio", "tensorboard")
-    used = [name for name in names if draft.has(f"use_{name}", f"{name}_project", f"{name}_project_name")]
-    for name in names:
-        draft.take(f"use_{name}", f"{name}_project", f"{name}_project_name")
+    used = [name for name, keys in _TRACKERS.items() if draft.has(*keys)]
+    draft.take(*itertools.chain.from_iterable(_TRACKERS.values()))
     loop.tracking(draft, used, whose="trackers")
 
 
