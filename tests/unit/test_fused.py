@@ -18,8 +18,9 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.verify.preflight import _devices_of
 from meshlora.wings.kernels import fused
 from meshlora.wings.kernels import kernels as module
+from meshlora.wings.kernels import liger as package
 from meshlora.wings.kernels.fused import FusedGate, FusedRotation, fusable, fuse
-from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.kernels.kernels import kernels_of, with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels
 from meshlora.wings.kernels.loss_chunk import chunk_kernels
 from meshlora.wings.kernels.tails import tails
@@ -134,6 +135,13 @@ def test_kernels_that_cannot_be_are_refused_if_asked_for(
 def test_load_refuses_them_on_a_cpu() -> None:
     with pytest.raises(UserError, match=r"model\.kernels: liger: they run on GPUs alone"):
         meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]), kernels="liger")
+
+
+@pytest.mark.parametrize("asked", ["liger", "fused"])
+def test_a_package_that_is_missing_is_said_of_what_was_asked(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(package, "liger_version", lambda: "")
+    with pytest.raises(UserError, match=f"kernels: {asked}: liger-kernel and Triton are not installed"):
+        kernels_of(BaseOptions(kernels=asked), device=CPU, dtype=torch.bfloat16)  # type: ignore[arg-type]
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------

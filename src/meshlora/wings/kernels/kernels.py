@@ -100,7 +100,7 @@ def kernels_of(options: BaseOptions, *, device: torch.device, dtype: torch.dtype
     """The kernels that `options` ask for, which give the right numbers on this device; None: none."""
     if options.kernels not in ("liger", "fused"):
         return None
-    kernels = liger()
+    kernels = liger(options.kernels)
     if options.kernels == "fused":
         kernels = dataclasses.replace(kernels, tails=tails(), chunk=chunk_kernels())
     check_kernels(kernels, device, dtype)

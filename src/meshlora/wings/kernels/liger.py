@@ -78,13 +78,13 @@ def liger_version() -> str:
     return version_of("liger-kernel")
 
 
-def liger() -> Kernels:
-    """The kernels of the installed liger-kernel.
+def liger(asked: str = "liger") -> Kernels:
+    """The kernels of the installed liger-kernel. asked: the value of `model.kernels`, for messages.
 
     Raises:
         UserError: it is not installed, does not run here, or has other functions than the versions known.
     """
-    given, way_out = "model.kernels: liger", "pip install 'meshlora[kernels]', or leave it out"
+    given, way_out = f"model.kernels: {asked}", "pip install 'meshlora[kernels]', or leave it out"
     if not (version := liger_version()):
         raise UserError(given, "liger-kernel and Triton are not installed", way_out)
     try:
