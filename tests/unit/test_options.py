@@ -213,17 +213,20 @@ def test_code_of_a_configuration_runs_where_it_is_trusted(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "words"),
+    ("architecture", "has_code", "words"),
     [
-        ("DeepseekV3ForCausalLM", "write model_type 'deepseek_v3' there, and leave out auto_map"),
-        ("OwnForCausalLM", "its own code is not trusted; set trust_remote_code if you trust that code"),
+        ("DeepseekV3ForCausalLM", True, "write model_type 'deepseek_v3' there, and leave out auto_map"),
+        ("DeepseekV3ForCausalLM", False, "write model_type 'deepseek_v3' there"),
+        ("OwnForCausalLM", True, "its own code is not trusted; set trust_remote_code if you trust that code"),
     ],
 )
-def test_family_of_own_code_is_told_by_its_architecture(architecture: str, words: str, setup: Setup) -> None:
+def test_family_of_own_code_is_told_by_its_architecture(
+    architecture: str, has_code: bool, words: str, setup: Setup
+) -> None:
     """kimi_k2 is deepseek_v3 under another name."""
-    own = {"AutoConfig": "configuration_own.OwnConfig"}
-    setup.config(model_type="kimi_k2", architectures=[architecture], auto_map=own)
-    with pytest.raises(UserError, match=re.escape(words)):
+    own = {"auto_map": {"AutoConfig": "configuration_own.OwnConfig"}} if has_code else {}
+    setup.config(model_type="kimi_k2", architectures=[architecture], **own)
+    with pytest.raises(UserError, match=f"{re.escape(words)}$"):
         read_model_config(setup.model)
 
 

@@ -287,7 +287,8 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     if model_type is not None and model_type not in CONFIG_MAPPING and not (trust_remote_code and "auto_map" in stored):
         rule, way_out = f"transformers {transformers.__version__} has no such family", ""
         if known := family_of(stored.get("architectures")):  # of kimi_k2, as transformers reads it inside kimi_k25
-            way_out = f"it names the model of {known}: write model_type {known!r} there, and leave out auto_map"
+            way_out = f"it names the model of {known}: write model_type {known!r} there"
+            way_out += ", and leave out auto_map" if "auto_map" in stored else ""
         elif "auto_map" in stored:
             rule, way_out = f"{rule}, and its own code is not trusted", "set trust_remote_code if you trust that code"
         way_out = way_out or did_you_mean(model_type, CONFIG_MAPPING)
