@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshlora_judge
 from meshlora_judge.adapter_files.verdict import judge_folder
 from meshlora_judge.command import main
+from meshlora_judge.recording.files import Recording, Step
+from meshlora_judge.recording.recorder import _plain_config
 from tests.for_each import for_each
+from tests.unit.test_names_in_file import RENAMED, _adapter, _model
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
 
@@ -87,3 +90,28 @@ def test_the_adapter_of_an_earlier_step_is_named(trained: Path) -> None:
     for step in (0, 1):
         verdict = judge_folder(trained / f"{step}", run=trained / "seen")
         assert f"what is saved is of step {step}, of 8 trained tensors" in verdict.words()
+
+
+@for_each("family", RENAMED)
+def test_tensors_that_peft_renames_are_found_under_the_names_it_loads(family: str, tmp_path: Path) -> None:
+    """In their file they have other names than in the training; one of other values is named all the same."""
+    options, module, written = RENAMED[family]
+    planned = _adapter(family, **options)
+    names = {target.in_file[0]: target.in_file[1] for target in planned.targets.values() if target.in_file[0]}
+    assert names[module] == written
+    wrapped: Any = get_peft_model(_model(family), planned.stored)
+    trained, saved = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, parameter in wrapped.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = torch.randn(parameter.shape)
+    for key, of_name in get_peft_model_state_dict(wrapped, state_dict=trained).items():
+        own = next((own for own in names if key.startswith(f"base_model.model.{own}.")), "")
+        saved[key.replace(own, names[own]) if own else key] = of_name
+    config, before = _plain_config(wrapped.get_base_model().config), {n: value.clone() for n, value in trained.items()}
+    Recording(rank=0, world_size=1, config=config, steps=[Step(before=before, after=trained)]).write(tmp_path / "seen")
+    planned.stored.save_pretrained(tmp_path)
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    assert judge_folder(tmp_path, run=tmp_path / "seen").is_sound
+    saved[next(key for key in saved if written in key)] *= 2
+    save_file(saved, tmp_path / "adapter_model.safetensors")
+    assert "scaled by 2, of" in judge_folder(tmp_path, run=tmp_path / "seen").words()

@@ -1,4 +1,5 @@
-"""An adapter's files beside its base: the modules that PEFT adapts there, the shapes it makes, the keys it loads.
+"""An adapter's files beside its base: the modules that PEFT adapts there, the shapes it makes, the keys it loads, and
+their names as it loads them.
 
 PEFT itself decides, on a model of the meta device: no weight of the base is read but those that a scale is compared
 with. Does not own: what the folder alone tells (`adapter_files.whole`).
@@ -10,6 +11,7 @@ import contextlib
 import copy
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from meshlora_ground.errors import MeshloraError, UserError, reason
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
 from meshlora_judge.adapter_files.finding import Finding, found
+from meshlora_judge.adapter_files.names import Names, names_of
 from meshlora_judge.adapter_files.reading import Adapter
 from meshlora_judge.adapter_files.values import as_matrix
 from meshlora_judge.adapter_files.whole import scale_of
@@ -40,6 +43,30 @@ def of_model(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], folder: Pa
     with _quiet():
         model = _peft_model(adapter, shapes, folder)
         return _keys(model, adapter, shapes, folder) + _scales(model, adapter, shapes, folder)
+
+
+def names_on_model(adapter: Adapter, config: Mapping[str, Any]) -> Names:
+    """The names that PEFT, which renames those of some families, gives the tensors of `adapter` on a model of
+    transformers' `config`; those of the file where transformers cannot build it.
+    """
+    import transformers
+
+    from meshlora_ground.model_class import model_class, take_quantization
+
+    keys, parts = [part.key for part in adapter.names.parts], []
+    if config.get("model_type") not in transformers.CONFIG_MAPPING or not adapter.names.is_peft:
+        return adapter.names
+    try:
+        with _quiet():
+            made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+            take_quantization(made)
+            loaded = names_as_loaded(model_class(made).from_config(made), keys)
+    except Exception:  # noqa: BLE001 - transformers raises many kinds on what is none of its own models
+        return adapter.names
+    for part in adapter.names.parts:
+        (there,) = names_of([loaded[part.key]], adapter.config, ()).parts
+        parts.append(replace(there, key=part.key))
+    return replace(adapter.names, parts=parts)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from meshlora_judge.adapter_files.differences import differences_from, trained_name
 from meshlora_judge.adapter_files.finding import Finding
-from meshlora_judge.adapter_files.on_model import of_model
+from meshlora_judge.adapter_files.on_model import names_on_model, of_model
 from meshlora_judge.adapter_files.reading import Adapter, open_adapter
 from meshlora_judge.adapter_files.values import Values, of_values, read_values
 from meshlora_judge.adapter_files.whole import (
@@ -81,6 +81,9 @@ def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
     first = recordings[0].steps
     steps = {0: first[0].before} | {number: step.after for number, step in enumerate(first[:-1], 1)}
     names = set[str]().union(*ranks)
+    if not {trained_name(name) for name in names} <= {part.name for part in adapter.names.parts}:
+        # In the file a tensor has the name from which PEFT finds it, which of some families is another one.
+        adapter = replace(adapter, names=names_on_model(adapter, recordings[0].config))
     values = {}
     for name in names:
         parts = [own.get(name) for own in ranks]
