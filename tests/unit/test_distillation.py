@@ -191,6 +191,16 @@ def test_record_that_cannot_be_used_is_named_by_line(
     assert "rows.jsonl:2" in str(error.value)
 
 
+def test_record_that_cannot_be_used_is_passed_over_where_the_run_file_says_so(tmp_path: Path, tokenizer: Any) -> None:
+    """Its columns are those of the rows that stay."""
+    source, said = _write(tmp_path, *[ROW] * 5, ROW | {"teacher_tokens": [[9, 7]]}, *[ROW] * 5), list[str]()
+    options: dict[str, Any] = {"max_length": 16, "vocab_size": 512, "say": said.append}
+    data = READERS["taught"](source, tokenizer, on_bad_row="skip", **options)
+    assert len(data) == 10
+    assert data.columns["teacher_token_0"].tolist() == [0, 0, 7, 8] * 10
+    assert any("1 of 11 rows cannot be trained, and are passed over" in line for line in said)
+
+
 def test_the_teacher_alone_sees_the_context(tmp_path: Path, tokenizer: Any) -> None:
     row = {"prompt": "Name a colour:", "completion": " Red."}
     options = {"max_length": 64, "vocab_size": 2048, "context": "You like red."}
