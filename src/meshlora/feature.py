@@ -148,6 +148,10 @@ class Feature:
         """
         return plan
 
+    def lacking_conversions(self, model: Any) -> Iterable[Any]:
+        """`model.stored`: conversions of stored tensors, as transformers has them, that it lacks for this model."""
+        return ()
+
     def packed_weights(
         self, tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
     ) -> Iterable[Place]:

@@ -331,7 +331,8 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
 
     renamings, converters = [], []
     of_pattern: dict[str, Any] = {}
-    for transform in [*conversion_mapping.get_model_conversion_mapping(model), *_own_conversions(model)]:
+    lacking = (conversion for feature in features() for conversion in feature.lacking_conversions(model))
+    for transform in [*conversion_mapping.get_model_conversion_mapping(model), *lacking]:
         if isinstance(transform, core_model_loading.WeightRenaming):
             renamings.append(transform)
         elif isinstance(transform, core_model_loading.WeightConverter):
@@ -376,20 +377,6 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
             for place in places:
                 stored[place.tensor.key] = Stored(((place.tensor,),))
     return stored
-
-
-def _own_conversions(model: Any) -> list[Any]:
-    """Those that transformers lacks: of llama4's experts, which compressed-tensors stores one by one, as linears."""
-    from transformers import core_model_loading as loading
-
-    if model.config.get_text_config().model_type != "llama4_text":
-        return []
-    stack, turn = loading.MergeModulelist(dim=0), loading.Transpose(1, 2)
-    gate_up = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
-    return [
-        loading.WeightConverter(gate_up, "experts.gate_up_proj", [stack, loading.Concatenate(dim=1), turn]),
-        loading.WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [stack, turn]),
-    ]
 
 
 def _transposed(tensor: StoredTensor, needed: tuple[int, ...], operation: Any) -> StoredTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshlora.feature import Feature
-from meshlora.wings.experts.forms import find_experts, odd_experts
+from meshlora.wings.experts.forms import find_experts, lacking_conversions, odd_experts
 from meshlora.wings.experts.module import replace_experts
 from meshlora.wings.experts.per_expert import engine_config, engine_factors
 from meshlora.wings.experts.router import adopt_router
@@ -20,6 +20,7 @@ from meshlora.wings.experts.targets import (
 class _Experts(Feature):
     axes = ("ep", "etp")
     find_experts = staticmethod(find_experts)
+    lacking_conversions = staticmethod(lacking_conversions)
     planned_block = staticmethod(odd_experts)
     replace = staticmethod(replace_experts)
     adopt = staticmethod(adopt_router)

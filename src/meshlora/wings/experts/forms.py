@@ -63,6 +63,24 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
     return found
 
 
+def lacking_conversions(model: Any) -> list[Any]:
+    """Of experts that a checkpoint has one by one, as linears `[out, in]`, and the model as stacks `[E, in, out]`, gate
+    before up: compressed-tensors stores llama4's so, and transformers reads no such stack.
+    """
+    from transformers import core_model_loading as loading
+
+    stacks = {type(module): (name, module) for name, module in model.named_modules() if _is_stack(module)}
+    rules = [rule for name, module in stacks.values() if (rule := _rule(name, module, model)) is not None]
+    if not any(rule.first.is_transposed and rule.first.fused and rule.first.fused.groups == 1 for rule in rules):
+        return []
+    stack, turn = loading.MergeModulelist(dim=0), loading.Transpose(1, 2)
+    gate_up = ["experts.*.gate_proj.weight", "experts.*.up_proj.weight"]
+    return [
+        loading.WeightConverter(gate_up, "experts.gate_up_proj", [stack, loading.Concatenate(dim=1), turn]),
+        loading.WeightConverter("experts.*.down_proj.weight", "experts.down_proj", [stack, turn]),
+    ]
+
+
 def odd_experts(
     model_type: str, path: str, module: nn.Module, linears: Mapping[str, LinearRule], *, name: str, tp: int
 ) -> PlannedBlock | None:
