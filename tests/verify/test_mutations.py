@@ -20,7 +20,8 @@ from meshlora.verify.report.document import is_proved
 from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import Topology
 from tests.conftest import Prove
-from tests.verify.mutation_cases import CASES, DIAGNOSES
+from tests.verify.diagnoses import DIAGNOSES
+from tests.verify.mutation_cases import CASES
 from tests.verify.run_cases import OF_KERNELS, OF_TAILS
 
 FAMILY = "llama"
