@@ -84,8 +84,7 @@ class Capture:
         # often as a micro-batch chooses.
         odd = [path for path, module in self.model.named_modules() if type(module).__name__.endswith("Experts")]
         inside = [f"{name}." for name in (*experts, *odd)]
-        inside.append("base_model.model.logit_softcap")  # of logits (inkling2), which are compared as they leave
-        inside.append("logit_softcap")
+        inside += _on_logits(self.model)  # which are compared as they leave
         for path, module in self.model.named_modules():
             if isinstance(module, nn.Embedding):  # its norm (inkling) runs before ranks sum up what they look up
                 inside.append(f"{path.replace(_COPY, '.')}.")
@@ -194,6 +193,20 @@ class Capture:
         self._without_graph.discard(key)
         if tensor.requires_grad:
             tensor.register_hook(lambda grad: micro.backward.__setitem__(key, copy(grad)))
+
+
+def _on_logits(model: nn.Module) -> list[str]:
+    """What acts on logits (a softcap, of inkling2): the modules without parameters beside the head of a model."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    found = []
+    for path, owner in model.named_modules():
+        if head is None or not hasattr(owner, "get_output_embeddings") or head not in owner.children():
+            continue
+        for name, child in owner.named_children():
+            if child is not head and next(child.parameters(), None) is None:
+                found.append(f"{path}.{name}".removeprefix("."))
+    return found
 
 
 def _begin_graph(_: nn.Module, __: Any, output: Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
@@ -75,6 +76,15 @@ def test_activation_recomputation_is_not_captured_twice(use_reentrant: bool) -> 
     assert all(torch.equal(recomputed.forward[name], plain.forward[name]) for name in plain.forward)
     assert recomputed.backward.keys() == plain.backward.keys()
     assert all(torch.allclose(recomputed.backward[n], plain.backward[n], rtol=1e-12) for n in plain.backward)
+
+
+def test_what_acts_on_logits_is_not_captured() -> None:
+    """Ranks have parts of a vocabulary there; logits are compared as they leave."""
+    model = AutoModelForCausalLM.from_config(twin_config("inkling2_text"))
+    plain, wrapped = _captured(model), _captured(get_peft_model(model, LoraConfig(target_modules=["q_proj"])))
+    for micro in (plain, wrapped):
+        assert any(name.endswith("lm_head") for name in micro.forward)
+        assert not [name for name in micro.forward if "softcap" in name]
 
 
 def _micro(*sequences: list[int], length: int) -> MicroBatchCapture:
