@@ -173,33 +173,32 @@ def test_buffer_that_nobody_computes_is_refused(monkeypatch: pytest.MonkeyPatch)
         meshlora.load(twin_config("llama"))
 
 
-def test_stored_buffer_beside_computed_ones_is_not_initialised_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cls = type(
-        next(m for name, m in meshlora.load(twin_config("llama")).named_modules() if name.endswith("rotary_emb"))
-    )
+@pytest.mark.parametrize("owner", ["rotary_emb", "layers.0.self_attn"], ids=["its own module", "another"])
+def test_stored_buffer_is_not_initialised_again(owner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By that of the rotary embedding, which runs for its computed buffers, after the layers were read."""
+    inner = meshlora.load(twin_config("llama")).model
+    cls, rotary = type(inner.get_submodule(owner)), type(inner.rotary_emb)
     init, initialize = cls.__init__, transformers_models.initialize
 
-    def with_alpha(self: Any, config: Any, **rest: Any) -> None:
-        init(self, config, **rest)
+    def with_alpha(self: Any, config: Any, *given: Any, **rest: Any) -> None:
+        init(self, config, *given, **rest)
         self.register_buffer("alpha", torch.zeros(3))
 
     def and_alpha(model: Any, module: Any) -> None:
         initialize(model, module)
-        if isinstance(module, cls):
-            module.alpha.zero_()  # as mistral_large4 does
+        if isinstance(module, rotary):
+            model.get_submodule(owner).alpha.zero_()  # as mistral_large4 does, of its own
 
     monkeypatch.setattr(cls, "__init__", with_alpha)
     monkeypatch.setattr(transformers_models, "initialize", and_alpha)
     AutoModelForCausalLM.from_config(twin_config("llama")).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file(
-        tensors | {"model.rotary_emb.alpha": torch.ones(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"}
-    )
-    rotary = meshlora.load(tmp_path).get_submodule("model.rotary_emb")
-    assert torch.equal(rotary.alpha, torch.ones(3))
-    assert rotary.inv_freq.isfinite().all()
+    alphas = {key: torch.zeros(3) for key in tensors if key.endswith("alpha")}
+    tensors |= alphas | {f"model.{owner}.alpha": torch.ones(3)}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = meshlora.load(tmp_path).model
+    assert torch.equal(found.get_submodule(owner).alpha, torch.ones(3))
+    assert found.rotary_emb.inv_freq.isfinite().all()
 
 
 def test_model_that_changes_a_linears_output_in_place_trains_on_one_process(tmp_path: Path) -> None:

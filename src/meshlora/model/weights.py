@@ -490,16 +490,17 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
         local = getattr(model.get_submodule(owner), leaf)
         shape = (*local.shape[: rule.dim], rule.layout.size, *local.shape[rule.dim + 1 :])
         setattr(model.get_submodule(owner), leaf, local.new_empty(shape))
-    parts = {"": model}
+    parts, stored = {"": model}, list[tuple[nn.Module, str, Tensor]]()
     for path, module in model.named_modules():
         if isinstance(module, PreTrainedModel):
             parts[f"{path}."] = module
-        computed, stored = False, dict[str, Tensor]()
+        computed = False
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
             if torch_tensors.is_persistent(module, leaf) and source.shape(name) is not None:
-                stored[leaf] = source.read(name).to(device=mesh.device, dtype=old.dtype)
-                setattr(module, leaf, stored[leaf].clone())
+                value = source.read(name).to(device=mesh.device, dtype=old.dtype)
+                stored.append((module, leaf, value))
+                setattr(module, leaf, value.clone())
             elif old.is_meta:
                 # NaN until the model's own initialization writes it: a buffer that it forgets is found below.
                 poison = float("nan") if old.is_floating_point() else 0
@@ -517,8 +518,8 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
                 raise UnsupportedError(
                     f"{path}.{missing}", "it is not stored, and the model's own initialisation does not compute it"
                 )
-            for leaf, value in stored.items():
-                setattr(module, leaf, value)  # the initialisation writes these too, beside what it computes
+    for module, leaf, value in stored:
+        setattr(module, leaf, value)  # at the end: an initialisation writes these too, its own module's and others'
     for name, rule in split.items():
         owner, _, leaf = name.rpartition(".")
         whole = getattr(model.get_submodule(owner), leaf)
