@@ -5,7 +5,11 @@
         '''each sequence of a global batch is taken by exactly one dp rank'''
         return original(indices, dp_rank=0, **rest)
 
-The wrong code is named after the fault; its docstring is the invariant that holds without the fault, not with it.
+The wrong code is named after the fault; its docstring is the invariant that holds without the fault, not with it. Code
+that several faults have in common is made by a function that takes the invariant, and the fault has the name of the
+variable:
+
+    kto_beta_at_default = of_formula(needs={Feature.KTO})(configured("answers are held to the base", beta=0.1))
 
 Owns: `Mutation`, replacing functions of the product inside a context manager, helpers of wrong code in several files.
 The product does not know of it. Does not own: the faults themselves (the other files of this folder).
@@ -89,6 +93,31 @@ after = functools.partial(fault, _after)
 instead_of = functools.partial(fault, lambda wrong, _: wrong)
 
 
+def stating(invariant: str, wrong: Code) -> Code:
+    """`wrong`, an expression, as the wrong code of a fault with this invariant."""
+    wrong.__doc__ = invariant
+    return wrong
+
+
+def configured(invariant: str, **options: Any) -> Code:
+    """For `around`: the original with other `options` of its first argument, an objective."""
+
+    def wrong(original: Code, objective: Any, *seen: Any) -> Any:
+        return original(dataclasses.replace(objective, **options), *seen)
+
+    return stating(invariant, wrong)
+
+
+def unreduced(invariant: str) -> Code:
+    """For `instead_of`: what is to be summed over an axis stays that of this rank."""
+    return stating(invariant, lambda values, axis: values)
+
+
+def reversed_ranks(invariant: str) -> Code:
+    """For `after`: what was gathered over an axis is in the opposite order."""
+    return stating(invariant, lambda y, x, axis: y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1))
+
+
 def _replaced(change: Change) -> AbstractContextManager[Any]:
     owner, name, replace = change
     return mock.patch.object(owner, name, replace(getattr(owner, name)))
@@ -108,6 +137,15 @@ def rank() -> int:
     """The global rank of this process."""
     place = launcher_place()
     return place.rank if place else 0  # None: one process, without a launcher
+
+
+def not_summed(axis: str, invariant: str, *, of: Callable[[Any], bool] = lambda factor: True) -> Code:
+    """For `after` of `gradsync._parts`: the factors of which `of` is true are not summed over `axis`."""
+
+    def wrong(found: list[Any], factor: Any, mesh: Any) -> list[Any]:
+        return [without_axis(part, axis) for part in found] if of(factor) else found
+
+    return stating(invariant, wrong)
 
 
 def without_axis(found: Any, axis: str) -> Any:

@@ -16,12 +16,11 @@ from meshlora.adapter import attach, initialization
 from meshlora.adapter import plan as adapter_plan
 from meshlora.adapter.attach import runtime
 from meshlora.adapter.targets.resolve import Target
-from meshlora.comm.groups import Axis
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.run import calibration
-from meshlora.verify.faults.fault import after, around, instead_of, rank
+from meshlora.verify.faults.fault import after, around, instead_of, rank, unreduced
 from meshlora.verify.features import Feature
 from meshlora.wings.invoked import linear, rows
 from meshlora.wings.starts import eva
@@ -73,10 +72,9 @@ def scale_of_fresh_squared(original: Any, model: Any, name: str, planned: Any, *
     original(model, name, dataclasses.replace(planned, targets=squared), *rest)
 
 
-@instead_of(magnitudes, "all_reduce_sum", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
-def dora_norm_over_local_slice(x: Tensor, axis: Axis) -> Tensor:
-    """the norm of a row that is split over tp is that of the whole row"""
-    return x
+dora_norm_over_local_slice = instead_of(
+    magnitudes, "all_reduce_sum", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET}
+)(unreduced("the norm of a row that is split over tp is that of the whole row"))
 
 
 @around(magnitudes, "weight_norm", needs={Feature.DORA})

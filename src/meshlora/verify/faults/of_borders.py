@@ -15,7 +15,7 @@ from meshlora.layers import linear
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model import inject, regions, wide_norm
 from meshlora.plan.layout import Split
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, instead_of, reversed_ranks, unreduced
 from meshlora.verify.features import Feature
 from meshlora.wings.kernels import early_a
 from meshlora.wings.kernels.early_a import Pack
@@ -34,15 +34,15 @@ def _unreduced(change: Any) -> Any:
     return border
 
 
-@instead_of(
+row_output_not_reduced = instead_of(
     linear,
     "reduce_each_to_one",
     needs={Feature.TP},
     also=((linear, "reduce_scatter_each_to_each", lambda _: collectives.slice_one_to_each),),
+)(unreduced("the output of a row-parallel linear is the sum over tp"))
+sp_gather_reversed = after(regions, "gather_each_to_each", "gather_each_to_one", needs={Feature.SP})(
+    reversed_ranks("slices of tokens are gathered in the order of the tp ranks")
 )
-def row_output_not_reduced(x: Tensor, axis: Axis) -> Tensor:
-    """the output of a row-parallel linear is the sum over tp"""
-    return x
 
 
 @after(linear, "reduce_each_to_one", "reduce_scatter_each_to_each", needs={Feature.TP})
@@ -81,12 +81,6 @@ def column_input_gradient_reduced_per_linear(original: Any, self: ParallelLinear
 def sp_slices_rotated(original: Any, x: Tensor, axis: Axis) -> Any:
     """tp rank i holds the i-th slice of the tokens"""
     return original(x, dataclasses.replace(axis, rank=(axis.rank + 1) % axis.size))
-
-
-@after(regions, "gather_each_to_each", "gather_each_to_one", needs={Feature.SP})
-def sp_gather_reversed(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
-    """slices of tokens are gathered in the order of the tp ranks"""
-    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
 @around(regions, "_install_region", needs={Feature.SP, Feature.WHOLE_MIXER})

@@ -15,13 +15,12 @@ from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers import held_tokens, tokens
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.tokens import ForwardTokens, Share
-from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.run.formulas.seen import Sums
 from meshlora.train import batches, gradsync
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
-from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, reversed_ranks
 from meshlora.verify.features import Feature
 from meshlora.wings.context import attention_parts, borders, passed_states
 from meshlora.wings.context.attention_parts import Part
@@ -32,12 +31,6 @@ from meshlora.wings.experts.balance import LoadBalancing
 from meshlora_ground.topology import SEQUENCES, TOKENS
 
 # --- attention: whose keys and values, in which order, seen by whom
-
-
-@after(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_KEYS})
-def context_keys_in_reverse(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
-    """keys and values are gathered in the order of the cp ranks"""
-    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
 @instead_of(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_KEYS})
@@ -267,12 +260,6 @@ def context_examples_counted_on_each_rank(original: Any, objective: Any, batch: 
 # --- sums over cp
 
 
-@after(gradsync, "_parts", needs={Feature.CP})
-def context_gradients_not_summed(found: list[GradPart], *_: Any) -> list[GradPart]:
-    """gradients of factors are summed over cp"""
-    return [without_axis(part, "cp") for part in found]
-
-
 @around(gradsync, "_sum_bucket", needs={Feature.CP})
 def context_gradients_summed_twice(
     original: Any, grads: Any, axes: frozenset[str], mesh: Mesh, *, scales: Tensor
@@ -322,3 +309,11 @@ def ring_last_queries_left_out(found: Iterator[Part], parts: Sequence[Part], *_:
     """queries whose products are taken some at a time are all there"""
     small = list(found)
     return small[:-1] if len(small) > len(parts) else small
+
+
+context_keys_in_reverse = after(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_KEYS})(
+    reversed_ranks("keys and values are gathered in the order of the cp ranks")
+)
+context_gradients_not_summed = after(gradsync, "_parts", needs={Feature.CP})(
+    not_summed("cp", "gradients of factors are summed over cp")
+)

@@ -14,7 +14,7 @@ from meshlora.run import objectives
 from meshlora.run.distillation import divergence, teachers
 from meshlora.run.distillation.divergence import DivergenceLoss, Hidden, Likeliest
 from meshlora.run.formulas import distillation
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, configured, instead_of
 from meshlora.verify.features import Feature
 
 
@@ -28,12 +28,6 @@ def teacher_with_adapter_on(model: Any) -> Any:
 def teacher_is_base(model: Any) -> Any:
     """the teacher is the policy that the run starts from, not the base"""
     return disable_adapter(model)
-
-
-@around(teachers, "_of_model", needs={Feature.SECOND_MODEL})
-def teacher_is_the_student(original: Any, objective: Any, model: Any, batch: Any) -> Any:
-    """the teacher is another model"""
-    return original(replace(objective, teacher="itself"), model, batch)
 
 
 @instead_of(teachers, "with_context", needs={Feature.IN_CONTEXT})
@@ -60,12 +54,6 @@ def other_divergence(original: Any, objective: Any, log_p: Tensor, log_q: Tensor
     other = {"forward_kl": "reverse_kl", "reverse_kl": "forward_kl", "jsd": "jsd"}[objective.divergence]
     beta = 1 - objective.beta if other == "jsd" else objective.beta
     return original(replace(objective, divergence=other, beta=beta), log_p, log_q)
-
-
-@around(divergence, "terms", needs={Feature.MIXED})
-def mixture_of_equal_shares(original: Any, objective: Any, *seen: Tensor) -> Any:
-    """the teacher has its share of the mixture as configured"""
-    return original(replace(objective, beta=0.5), *seen)
 
 
 @around(DivergenceLoss, "of_teacher", needs={Feature.TEMPERED})
@@ -104,3 +92,11 @@ def rest_forgotten(log_p: Tensor) -> Tensor:
 def cross_entropy_doubled(original: Any, objective: Any, *seen: Any) -> Any:
     """the cross-entropy weighs as configured"""
     return original(replace(objective, cross_entropy=2 * objective.cross_entropy), *seen)
+
+
+mixture_of_equal_shares = around(divergence, "terms", needs={Feature.MIXED})(
+    configured("the teacher has its share of the mixture as configured", beta=0.5)
+)
+teacher_is_the_student = around(teachers, "_of_model", needs={Feature.SECOND_MODEL})(
+    configured("the teacher is another model", teacher="itself")
+)

@@ -13,12 +13,12 @@ from meshlora.adapter import initialization
 from meshlora.adapter.attach import Factor
 from meshlora.adapter.formats import file_tensors
 from meshlora.comm.collectives import reduce_each_to_one
-from meshlora.comm.groups import Axis, Mesh
+from meshlora.comm.groups import Mesh
 from meshlora.model import weights
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.train import gradsync
-from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, unreduced
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import balance
 from meshlora.wings.experts import module as experts
@@ -28,34 +28,10 @@ from meshlora.wings.experts.module import ParallelExperts
 from meshlora_ground.topology import DATA, ETP, EXPERT_AXES
 
 
-@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})
-def experts_first_a_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
-    """each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp"""
-    if not factor.rule.is_expert or ".lora_A" not in factor.name:
-        return found
-    return [without_axis(part, "etp") for part in found]
-
-
-@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})
-def experts_second_b_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
-    """x A^T of down is a sum over etp, so the gradient of its B is one too"""
-    if not factor.rule.is_expert or ".lora_B" not in factor.name:
-        return found
-    return [without_axis(part, "etp") for part in found]
-
-
 @after(ParallelExperts, "_run", needs={Feature.EXPERT_NORM, Feature.ETP})
 def expert_norm_of_each_term(found: Tensor, self: Any, *_: Any) -> Tensor:
     """an expert's output is normed once its terms of all etp ranks are summed"""
     return self.post_expert_norm(found)
-
-
-@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.EDP})
-def experts_not_summed_over_edp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
-    """the gradient of an expert's factor is a sum over the ranks that hold the same part of it"""
-    if not factor.rule.is_expert:
-        return found
-    return [without_axis(part, "edp") for part in found]
 
 
 @after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.DENSE_DP_IS_NOT_EDP})
@@ -193,18 +169,33 @@ def aux_loss_at_default(original: Any, model: Any, *, coef: float) -> Any:
     return original(model, coef=0.001)  # that of most families in transformers
 
 
-@after(gradsync, "_parts", needs={Feature.EP, Feature.SHARED_EXPERTS_ADAPTER})
-def shared_experts_not_summed_over_ep(found: list[GradPart], *_: Any) -> list[GradPart]:
-    """one adapter for all experts has the gradient of the experts of all ranks"""
-    return [without_axis(part, "ep") for part in found]
-
-
-@instead_of(
+experts_first_a_not_summed_over_etp = after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})(
+    not_summed(
+        "etp",
+        "each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp",
+        of=lambda factor: factor.rule.is_expert and ".lora_A" in factor.name,
+    )
+)
+experts_second_b_not_summed_over_etp = after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})(
+    not_summed(
+        "etp",
+        "x A^T of down is a sum over etp, so the gradient of its B is one too",
+        of=lambda factor: factor.rule.is_expert and ".lora_B" in factor.name,
+    )
+)
+experts_not_summed_over_edp = after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.EDP})(
+    not_summed(
+        "edp",
+        "the gradient of an expert's factor is a sum over the ranks that hold the same part of it",
+        of=lambda factor: factor.rule.is_expert,
+    )
+)
+shared_experts_not_summed_over_ep = after(gradsync, "_parts", needs={Feature.EP, Feature.SHARED_EXPERTS_ADAPTER})(
+    not_summed("ep", "one adapter for all experts has the gradient of the experts of all ranks")
+)
+balance_of_one_micro_batch_counted_locally = instead_of(
     balance,
     "all_reduce_sum",
     needs={Feature.AUX_LOSS, Feature.ONE_MICRO_BATCH, Feature.OTHER_TOKENS},
     within=(LoadBalancing, "count_here"),
-)
-def balance_of_one_micro_batch_counted_locally(counts: Tensor, axis: Axis) -> Tensor:
-    """the choices of each expert are counted over all ranks, even with a single micro-batch"""
-    return counts
+)(unreduced("the choices of each expert are counted over all ranks, even with a single micro-batch"))

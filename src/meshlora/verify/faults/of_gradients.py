@@ -21,7 +21,7 @@ from meshlora.run import objectives, trainer
 from meshlora.run.trainer import Trainer
 from meshlora.train import gradsync
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, without_axis
 from meshlora.verify.features import Feature
 from meshlora.wings.kernels.shared_input import ShareFunction
 from meshlora_ground.topology import size_of_copies
@@ -85,10 +85,9 @@ def a_gradient_without_scale(found: Any, ctx: Any, *_: Tensor) -> tuple[Any, ...
     return *of_x, da, db
 
 
-@after(gradsync, "_parts", needs={Feature.DP})
-def dp_reduction_skipped(found: list[GradPart], *_: Any) -> list[GradPart]:
-    """gradients of factors are summed over dp"""
-    return [without_axis(part, "dp") for part in found]
+dp_reduction_skipped = after(gradsync, "_parts", needs={Feature.DP})(
+    not_summed("dp", "gradients of factors are summed over dp")
+)
 
 
 @around(*FINISH, needs={Feature.DATA})

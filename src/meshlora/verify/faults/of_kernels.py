@@ -3,22 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from meshlora.verify.faults.fault import after
+from meshlora.verify.faults.fault import Code, after, fault
 from meshlora.verify.features import Feature
 from meshlora.wings.kernels import kernels as kernels_of_models
-from meshlora.wings.kernels.liger import Gate, Kernels
-from meshlora.wings.kernels.tails import Tails
+from meshlora.wings.kernels.liger import Kernels
 
 
-def _with_gates(kernels: Kernels | None, change: Any) -> Kernels | None:
-    if kernels is None:
-        return None
-    return dataclasses.replace(kernels, gates={name: change(gate) for name, gate in kernels.gates.items()})
+def _changed(own: Any, name: str, wrong: Code) -> Any:
+    """`own`, a function, or what has one of this name, with wrong code in its place. None: it is not there."""
+    if isinstance(own, dict):
+        return {key: _changed(each, name, wrong) for key, each in own.items()}
+    if own is None or not name:
+        return own and functools.partial(wrong, own)
+    return own._replace(**{name: functools.partial(wrong, getattr(own, name))})
+
+
+def _of_kernels(group: str, name: str = "") -> Any:
+    """`around` of a function of the kernels in use: `group` itself, or its function `name`."""
+
+    def put_in(wrong: Code, kernels_of: Code) -> Code:
+        def of(*args: Any, **rest: Any) -> Kernels | None:
+            kernels: Kernels | None = kernels_of(*args, **rest)  # None where none are in use
+            return kernels and dataclasses.replace(kernels, **{group: _changed(getattr(kernels, group), name, wrong)})
+
+        return of
+
+    return functools.partial(fault, put_in, kernels_of_models, "kernels_of")
 
 
 @after(kernels_of_models, "kernels_of", needs={Feature.KERNELS})
@@ -27,117 +43,58 @@ def kernel_rotates_gradients_forward(kernels: Kernels | None, *_: Any, **__: Any
     return kernels and dataclasses.replace(kernels, rotate_back=kernels.rotate)  # None where none are in use
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.KERNELS})
-def kernel_norm_without_weight(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("norm")(needs={Feature.KERNELS})
+def kernel_norm_without_weight(norm: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
     """a norm is multiplied by its weight"""
-    if kernels is None:
-        return None
-    norm = kernels.norm
-
-    def plain(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        return norm(x, weight.new_ones(weight.shape), *rest)
-
-    return dataclasses.replace(kernels, norm=plain)
+    return norm(x, weight.new_ones(weight.shape), *rest)
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.KERNELS})
-def kernel_gate_and_up_exchanged(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("gates", "back")(needs={Feature.KERNELS})
+def kernel_gate_and_up_exchanged(back: Any, *given: Tensor) -> Any:
     """each of gate and up gets its own gradient"""
-
-    def exchanged(gate: Gate) -> Gate:
-        return gate._replace(back=lambda grad, gated, up: gate.back(grad, gated, up)[::-1])  # both have one shape
-
-    return _with_gates(kernels, exchanged)
+    return back(*given)[::-1]  # both have one shape
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.KERNELS})
-def kernel_writes_product_over_gate(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("gates", "forward")(needs={Feature.KERNELS})
+def kernel_writes_product_over_gate(forward: Any, gated: Tensor, up: Tensor) -> Any:
     """what the backward reads is as the forward left it"""
-
-    def over(gate: Gate) -> Gate:
-        def forward(gated: Tensor, up: Tensor) -> Tensor:
-            product = gate.forward(gated, up)
-            gated.data.copy_(product)  # as a kernel: autograd is not told
-            return product
-
-        return gate._replace(forward=forward)
-
-    return _with_gates(kernels, over)
+    product = forward(gated, up)
+    gated.data.copy_(product)  # as a kernel: autograd is not told
+    return product
 
 
-def _with_tails(kernels: Kernels | None, change: Any) -> Kernels | None:
-    if kernels is None or kernels.tails is None:
-        return kernels
-    return dataclasses.replace(kernels, tails=change(kernels.tails))
-
-
-@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
-def tail_left_out_of_gate(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("tails", "forward")(needs={Feature.TAILS})
+def tail_left_out_of_gate(forward: Any, gate: Tensor, up: Tensor, z_gate: Tensor, *rest: Any) -> Any:
     """both ways gate has its low-rank term"""
-
-    def without(own: Tails) -> Tails:
-        def forward(gate: Tensor, up: Tensor, z_gate: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-            return own.forward(gate, up, 0 * z_gate, *rest)
-
-        return own._replace(forward=forward)
-
-    return _with_tails(kernels, without)
+    return forward(gate, up, 0 * z_gate, *rest)
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
-def tail_left_out_of_gradient_of_product(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("tails", "back")(needs={Feature.TAILS})
+def tail_left_out_of_gradient_of_product(back: Any, *given: Any) -> Any:
     """the gradient of the product has the term of the A after it"""
-
-    def without(own: Tails) -> Tails:
-        def back(*given: Any) -> Any:
-            *others, a, dz, scale = given
-            of_a = own.back(*(tensor.clone() for tensor in others), a, dz, scale)[3][:, -len(a) :]
-            *found, of_factors = own.back(*others, 0 * a, dz, scale)
-            of_factors[:, -len(a) :] = of_a  # its own gradient is as it was
-            return *found, of_factors
-
-        return own._replace(back=back)
-
-    return _with_tails(kernels, without)
+    *others, a, dz, scale = given
+    of_a = back(*(tensor.clone() for tensor in others), a, dz, scale)[3][:, -len(a) :]
+    *found, of_factors = back(*others, 0 * a, dz, scale)
+    of_factors[:, -len(a) :] = of_a  # its own gradient is as it was
+    return *found, of_factors
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
-def tail_gradients_of_gate_and_up_exchanged(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("tails", "back")(needs={Feature.TAILS})
+def tail_gradients_of_gate_and_up_exchanged(back: Any, *given: Any) -> Any:
     """each B has the gradient of its own term"""
-
-    def exchanged(own: Tails) -> Tails:
-        def back(*given: Any) -> Any:
-            *found, of_factors = own.back(*given)
-            r = given[3].shape[1]  # of both z
-            parts = of_factors[:, r : 2 * r], of_factors[:, :r], of_factors[:, 2 * r :]
-            return *found, torch.cat(parts, 1)
-
-        return own._replace(back=back)
-
-    return _with_tails(kernels, exchanged)
+    *found, of_factors = back(*given)
+    r = given[3].shape[1]  # of both z
+    return *found, torch.cat((of_factors[:, r : 2 * r], of_factors[:, :r], of_factors[:, 2 * r :]), 1)
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
-def tail_without_scale_of_next_linear(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("tails", "forward")(needs={Feature.TAILS})
+def tail_without_scale_of_next_linear(forward: Any, *given: Any) -> Any:
     """z of the linear after the gate has its scale"""
-
-    def unscaled(own: Tails) -> Tails:
-        def forward(*given: Any) -> tuple[Tensor, Tensor]:
-            return own.forward(*given[:-1], 1.0)
-
-        return own._replace(forward=forward)
-
-    return _with_tails(kernels, unscaled)
+    return forward(*given[:-1], 1.0)
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.TAILS})
-def chunk_gradient_without_labels(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
+@_of_kernels("chunk", "gradient")(needs={Feature.TAILS})
+def chunk_gradient_without_labels(gradient: Any, *given: Any) -> Any:
     """the gradient of a label's logit is p - 1"""
-    if kernels is None or kernels.chunk is None:
-        return kernels
-    gradient = kernels.chunk.gradient
-
-    def without(logits: Tensor, sums: Tensor, real: int, place: Tensor, is_here: Tensor) -> Tensor:
-        return gradient(logits, sums, real, place, is_here & False)
-
-    return dataclasses.replace(kernels, chunk=kernels.chunk._replace(gradient=without))
+    *others, is_here = given
+    return gradient(*others, is_here & False)

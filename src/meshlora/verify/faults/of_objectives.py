@@ -15,7 +15,7 @@ from meshlora.run import heads, trainer
 from meshlora.run.config.aliases import unknown_loss
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, configured, instead_of, unreduced
 from meshlora.verify.faults.formulas import of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.errors import UserError, did_you_mean
@@ -91,12 +91,6 @@ def label_of_next_word(original: Any, objective: Any, outputs: Tensor, batch: Ba
     return original(objective, outputs.roll(1, 1), batch, point)
 
 
-@instead_of(heads, "all_reduce_sum", needs={Feature.EMBED, Feature.DP})
-def embed_texts_of_own_rank(tensor: Tensor, axis: Any) -> Tensor:
-    """a text is compared with those of all ranks"""
-    return tensor
-
-
 @around(heads, "info_nce", needs={Feature.EMBED})
 def embed_gradient_of_others_lost(original: Any, objective: Embed, texts: Tensor) -> Any:
     """a text has the gradient of each comparison with it"""
@@ -115,12 +109,6 @@ def embed_padding_pooled(original: Any, objective: Embed, hidden: Tensor, mask: 
     return original(objective, hidden, torch.ones_like(mask))
 
 
-@around(heads, "info_nce", needs={Feature.EMBED})
-def embed_temperature_at_default(original: Any, objective: Embed, texts: Tensor) -> Any:
-    """similarities are divided by the temperature as configured"""
-    return original(replace(objective, temperature=0.05), texts)
-
-
 @around(heads, "embeddings", needs={Feature.EMBED})
 def embed_normalized_the_other_way(original: Any, objective: Embed, hidden: Tensor, mask: Tensor) -> Tensor:
     """embeddings are normalized as configured"""
@@ -131,3 +119,11 @@ def embed_normalized_the_other_way(original: Any, objective: Embed, hidden: Tens
 def embed_places_of_micro_batch(batch: Batch) -> Tensor:
     """the second pass finds the gradients of its own texts"""
     return torch.arange(len(batch.input_ids), device=batch.input_ids.device)
+
+
+embed_temperature_at_default = around(heads, "info_nce", needs={Feature.EMBED})(
+    configured("similarities are divided by the temperature as configured", temperature=0.05)
+)
+embed_texts_of_own_rank = instead_of(heads, "all_reduce_sum", needs={Feature.EMBED, Feature.DP})(
+    unreduced("a text is compared with those of all ranks")
+)

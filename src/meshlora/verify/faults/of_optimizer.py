@@ -20,34 +20,37 @@ from meshlora.run.lora_fa import LoraFA
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, instead_of, stating
 from meshlora.verify.features import Feature
 
 Groups = list[dict[str, Any]]
 
 
-def _adamw(original: Any, groups: Groups, given: dict[str, Any], **options: Any) -> Any:
-    """AdamW with `options` overriding those given."""
-    # A group has options of its own, which win.
-    return original([{**group, **options} for group in groups], **{**given, **options})
+def _adamw(invariant: str, **options: Any) -> Any:
+    """For `around` of AdamW: with `options` overriding those given."""
+
+    def wrong(original: Any, groups: Groups, **given: Any) -> Any:
+        # A group has options of its own, which win.
+        return original([{**group, **options} for group in groups], **{**given, **options})
+
+    return stating(invariant, wrong)
+
+
+weight_decay_skipped = around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.DIGITS})(
+    _adamw("weights decay as configured", weight_decay=0.0)
+)
+default_betas = around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.STEPS, Feature.DIGITS})(
+    _adamw("AdamW has the configured betas", betas=(0.9, 0.999))
+)
+default_eps = around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.DIGITS})(
+    _adamw("AdamW has the configured eps", eps=1e-8)
+)
 
 
 @around(trained, "learning_rate", needs={Feature.STEPS})
 def warmup_skipped(original: Any, step: int, *, options: Any, steps: int) -> Any:
     """the learning rate falls from the end of the warm-up, not from the start"""
     return original(step, options=replace(options, warmup_steps=0), steps=steps)
-
-
-@around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.DIGITS})
-def weight_decay_skipped(original: Any, groups: Groups, **given: Any) -> Any:
-    """weights decay as configured"""
-    return _adamw(original, groups, given, weight_decay=0.0)
-
-
-@around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.STEPS, Feature.DIGITS})
-def default_betas(original: Any, groups: Groups, **given: Any) -> Any:
-    """AdamW has the configured betas"""
-    return _adamw(original, groups, given, betas=(0.9, 0.999))
 
 
 @around(Trainer, "train", needs={Feature.STEPS})
@@ -89,12 +92,6 @@ def bias_correction_runs_ahead(found: Any, self: TrainedAdapter, *_: Any, **__: 
     for state in self.optimizer.state.values():
         state["step"] += 1
     return found
-
-
-@around(torch.optim, "AdamW", needs={Feature.ADAMW, Feature.DIGITS})
-def default_eps(original: Any, groups: Groups, **given: Any) -> Any:
-    """AdamW has the configured eps"""
-    return _adamw(original, groups, given, eps=1e-8)
 
 
 @instead_of(trained, "learning_rate", needs={Feature.STEPS})

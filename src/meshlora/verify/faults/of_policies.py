@@ -16,7 +16,7 @@ from meshlora.run.formulas import policies
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, configured, instead_of, unreduced
 from meshlora.verify.faults.formulas import of_formula
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import routing
@@ -30,12 +30,6 @@ from meshlora_ground.objectives.policies import Policy
 def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
     """ratio, advantage and weight of a token are its own"""
     return replace(batch, columns={name: column.roll(1, 1) for name, column in batch.columns.items()})
-
-
-@of_formula(needs={Feature.CLIPS})
-def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
-    """a ratio outside its interval gains nothing"""
-    return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)  # ratios are above 0
 
 
 @after(batches, "collate", needs={Feature.POLICY_GRADIENT})
@@ -64,12 +58,6 @@ def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> An
     return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
 
 
-@of_formula(needs={Feature.CLIPS})
-def policy_clip_at_default(original: Any, objective: Policy, seen: Any) -> Any:
-    """a ratio is clipped as configured"""
-    return original(replace(objective, clip_low=0.2, clip_high=0.2), seen)
-
-
 @of_formula(needs={Feature.POLICY_GRADIENT, Feature.BASE})
 def policy_kl_doubled(original: Any, objective: Policy, seen: Any) -> Any:
     """the divergence from the base weighs as configured"""
@@ -93,12 +81,6 @@ def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the ratio is to the trainer's own old probability, not the engine's"""
     engine, old = (batch.columns[name] for name in ("engine_log_prob", "old_log_prob"))
     return replace(batch, columns={**batch.columns, "old_log_prob": torch.where(engine.isnan(), old, engine)})
-
-
-@around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_not_truncated(original: Any, objective: Any, gap: Tensor) -> Any:
-    """the weight that corrects for the engine is at most the cap"""
-    return original(replace(objective, importance_cap=1e6), gap)
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE})
@@ -129,36 +111,6 @@ def sequence_length_counts_the_prompt(seen: Any) -> Tensor:
 def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
     """a mean over sequences is one over those of all ranks"""
     return batch.num_trained_tokens
-
-
-@around(policies, "engine_gap", needs={Feature.CORRECTS_SEQUENCES})
-def engine_weight_of_each_token(original: Any, objective: Any, *seen: Any) -> Any:
-    """the weight that corrects for the engine is of the whole sequence"""
-    return original(replace(objective, correction="token_truncate"), *seen)
-
-
-@around(policies, "importance", needs={Feature.MASKS_WEIGHTS})
-def engine_weight_cut_not_masked(original: Any, objective: Any, gap: Tensor) -> Any:
-    """what is out of the bounds of the weight is left out"""
-    return original(replace(objective, correction="token_truncate"), gap)
-
-
-@around(policies, "importance", needs={Feature.IMPORTANCE_FLOOR})
-def engine_weight_without_floor(original: Any, objective: Any, gap: Tensor) -> Any:
-    """the weight that corrects for the engine has the lower bound that is configured"""
-    return original(replace(objective, importance_floor=0.0), gap)
-
-
-@of_formula(needs={Feature.DELTA})
-def large_ratios_not_bounded(original: Any, objective: Any, seen: Any) -> Any:
-    """a ratio is bounded where clipping does not hold it"""
-    return original(replace(objective, delta=None), seen)
-
-
-@of_formula(needs={Feature.KL_CORRECTION})
-def divergence_not_corrected(original: Any, objective: Any, seen: Any) -> Any:
-    """the estimate of the divergence is weighted by the ratio"""
-    return original(replace(objective, kl_correction=False), seen)
 
 
 @instead_of(policies, "is_kept", needs={Feature.OFF_POLICY_MASK})
@@ -209,12 +161,6 @@ def certain_tokens_chosen(original: Any, seen: Any) -> tuple[Tensor, Tensor]:
     return 1 - found, (1 - found) / (1 - seen.point[1])
 
 
-@instead_of(entropies, "all_reduce_sum", needs={Feature.TOP_ENTROPY, Feature.DP})
-def entropies_of_one_rank(values: Tensor, axis: Any) -> Tensor:
-    """tokens are chosen among those of all ranks"""
-    return values
-
-
 @around(entropies, "least_kept", needs={Feature.TOP_ENTROPY})
 def share_of_least_entropy(original: Any, entropies: Tensor, share: float) -> Any:
     """the share is of the tokens that are trained"""
@@ -261,12 +207,6 @@ def cispo_weight_with_gradient(original: Any, objective: Any, ratio: Tensor, adv
     return clipped * advantage * log_p, clipped != ratio
 
 
-@around(policies, "surrogate", needs={Feature.CISPO})
-def cispo_gains_by_the_ratio(original: Any, objective: Any, *seen: Tensor) -> Any:
-    """the loss is the one that is configured"""
-    return original(replace(objective, loss="clipped"), *seen)
-
-
 @of_formula(needs={Feature.ENTROPY})
 def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
     """the entropy is raised, not lowered"""
@@ -277,12 +217,6 @@ def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
 def entropy_coef_halved(original: Any, objective: Any, seen: Any) -> Any:
     """the entropy weighs as configured"""
     return original(replace(objective, entropy_coef=objective.entropy_coef / 2), seen)
-
-
-@around(policies, "divergence", needs={Feature.KL_ESTIMATE})
-def divergence_estimated_by_default(original: Any, objective: Any, difference: Tensor) -> Any:
-    """the divergence is estimated as configured"""
-    return original(replace(objective, kl="k3"), difference)
 
 
 @around(advantages, "group_advantages", needs={Feature.GRPO})
@@ -307,12 +241,6 @@ def grpo_advantage_of_next_record(found: Any, *_: Any) -> Any:
 def grpo_rewards_not_centred(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
     """an advantage is the difference to the mean of the group"""
     return original(objective, rewards, groups) + rewards.mean()
-
-
-@around(advantages, "group_advantages", needs={Feature.SCALED_OTHERWISE})
-def grpo_scaled_by_default(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
-    """rewards are scaled as configured"""
-    return original(replace(objective, scale_rewards="group"), rewards, groups)
 
 
 @around(RunRouting, "before", needs={Feature.ROUTED})
@@ -351,3 +279,43 @@ def grpo_prompts_trained(original: Any, sequences: Any, **rest: Any) -> Any:
     """the tokens of the prompt are not trained"""
     every = [replace(one, is_trained=np.ones_like(one.is_trained)) for one in sequences]
     return original(every, **rest)
+
+
+# --- options that are not those of the run
+
+policy_not_clipped = of_formula(needs={Feature.CLIPS})(  # ratios are above 0
+    configured("a ratio outside its interval gains nothing", clip_low=1.0, clip_high=1e6)
+)
+policy_clip_at_default = of_formula(needs={Feature.CLIPS})(
+    configured("a ratio is clipped as configured", clip_low=0.2, clip_high=0.2)
+)
+large_ratios_not_bounded = of_formula(needs={Feature.DELTA})(
+    configured("a ratio is bounded where clipping does not hold it", delta=None)
+)
+divergence_not_corrected = of_formula(needs={Feature.KL_CORRECTION})(
+    configured("the estimate of the divergence is weighted by the ratio", kl_correction=False)
+)
+engine_weight_not_truncated = around(policies, "importance", needs={Feature.IMPORTANCE})(
+    configured("the weight that corrects for the engine is at most the cap", importance_cap=1e6)
+)
+engine_weight_cut_not_masked = around(policies, "importance", needs={Feature.MASKS_WEIGHTS})(
+    configured("what is out of the bounds of the weight is left out", correction="token_truncate")
+)
+engine_weight_without_floor = around(policies, "importance", needs={Feature.IMPORTANCE_FLOOR})(
+    configured("the weight that corrects for the engine has the lower bound that is configured", importance_floor=0.0)
+)
+engine_weight_of_each_token = around(policies, "engine_gap", needs={Feature.CORRECTS_SEQUENCES})(
+    configured("the weight that corrects for the engine is of the whole sequence", correction="token_truncate")
+)
+cispo_gains_by_the_ratio = around(policies, "surrogate", needs={Feature.CISPO})(
+    configured("the loss is the one that is configured", loss="clipped")
+)
+divergence_estimated_by_default = around(policies, "divergence", needs={Feature.KL_ESTIMATE})(
+    configured("the divergence is estimated as configured", kl="k3")
+)
+grpo_scaled_by_default = around(advantages, "group_advantages", needs={Feature.SCALED_OTHERWISE})(
+    configured("rewards are scaled as configured", scale_rewards="group")
+)
+entropies_of_one_rank = instead_of(entropies, "all_reduce_sum", needs={Feature.TOP_ENTROPY, Feature.DP})(
+    unreduced("tokens are chosen among those of all ranks")
+)

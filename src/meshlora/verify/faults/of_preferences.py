@@ -17,7 +17,7 @@ from meshlora.run.formulas import pairs, preferences
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, configured, instead_of, stating, unreduced
 from meshlora.verify.faults.formulas import of_formula, of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.objective import Objective, Sft
@@ -59,30 +59,6 @@ def dpo_per_token(objective: Objective, batch: Batch) -> int:
     return batch.num_trained_tokens
 
 
-@of_formula(needs={Feature.OF_SIGMOID, Feature.SMOOTHING})
-def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
-    """the loss of pairs is smoothed as configured"""
-    return original(replace(objective, label_smoothing=0.0), seen)
-
-
-@of_formula(needs={Feature.DPO})
-def dpo_beta_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
-    """pairs are held to the base as configured"""
-    return original(replace(objective, beta=0.1), seen)
-
-
-@of_formula(needs={Feature.OTHER_PAIR_LOSS})
-def pair_loss_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
-    """the loss of pairs is the one that is configured"""
-    return original(replace(objective, loss="sigmoid", loss_weights=[], discopop_tau=Dpo.discopop_tau), seen)
-
-
-@of_formula(needs={Feature.LOSS_WEIGHTS})
-def pair_losses_weighted_alike(original: Any, objective: Dpo, seen: Any) -> Any:
-    """each of several losses has its weight"""
-    return original(replace(objective, loss_weights=[]), seen)
-
-
 @after(pairs.Pairs, "of", needs={Feature.BY_LENGTH})
 def answer_length_counts_the_prompt(found: Any, objective: Dpo, seen: Any) -> Any:
     """the length of an answer is that of its trained tokens"""
@@ -107,12 +83,6 @@ def scores_of_the_reverse_kl(original: Any, objective: Dpo, ratio: Tensor) -> Te
     return ratio
 
 
-@around(pairs, "score", needs={Feature.ALPHA})
-def alpha_at_default(original: Any, objective: Dpo, ratio: Tensor) -> Any:
-    """the alpha of a divergence is as configured"""
-    return original(replace(objective, f_alpha=Dpo.f_alpha), ratio)
-
-
 @around(preferences, "on_policy", needs={Feature.WEIGHTED_PAIRS})
 def pair_weights_of_likelihood_alone(original: Any, seen: Any) -> Tensor:
     """answers are weighted by how likely they are beside what the policy draws"""
@@ -135,41 +105,11 @@ def squares_of_own_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Any) -> Ten
     return by_rank
 
 
-@instead_of(ordered_pairs, "all_reduce_sum", needs={Feature.ORDERED_PAIRS, Feature.DP})
-def pairs_ordered_on_one_rank(values: Tensor, axis: Any) -> Tensor:
-    """pairs are put in order over those of all ranks"""
-    return values
-
-
 @around(ordered_pairs, "partners", needs={Feature.ORDERED_PAIRS})
 def pairs_left_as_they_are(original: Any, log_p: Tensor, log_ref: Tensor) -> Tensor:
     """answers are compared with those of the same place in the order"""
     own = (log_p - log_ref).view(-1, 2).flip(1).flatten()
     return torch.stack([torch.zeros_like(own), own], 1)
-
-
-@instead_of(preferences, "mean_log_p", needs={Feature.SIMPO})
-def simpo_not_length_normalised(seen: Any) -> Tensor:
-    """answers are compared by the mean over their tokens"""
-    return seen.log_p.sum(1)
-
-
-@of_formula(needs={Feature.SIMPO})
-def simpo_without_margin(original: Any, objective: Simpo, seen: Any) -> Any:
-    """the better answer is to be ahead by the margin that is configured"""
-    return original(replace(objective, gamma=0.0), seen)
-
-
-@of_formula(needs={Feature.SIMPO})
-def simpo_beta_at_default(original: Any, objective: Simpo, seen: Any) -> Any:
-    """the difference of two answers weighs as configured"""
-    return original(replace(objective, beta=Simpo.beta), seen)
-
-
-@of_formula(needs={Feature.SIMPO, Feature.SMOOTHING})
-def simpo_labels_not_smoothed(original: Any, objective: Simpo, seen: Any) -> Any:
-    """the loss without a reference is smoothed as configured"""
-    return original(replace(objective, label_smoothing=0.0), seen)
 
 
 @of_formula(needs={Feature.DFT})
@@ -182,12 +122,6 @@ def dft_weight_with_gradient(original: Any, objective: Sft, seen: Any) -> Any:
 def dft_without_weight(original: Any, objective: Sft, seen: Any) -> Any:
     """each token is weighted by its own probability"""
     return -seen.log_p, {}
-
-
-@instead_of(preferences, "mean_log_p", needs={Feature.ORPO})
-def orpo_not_length_normalised(seen: Any) -> Tensor:
-    """odds are of the mean over the tokens of an answer"""
-    return seen.log_p.sum(1)
 
 
 @after(preferences, "log_odds", needs={Feature.ORPO})
@@ -207,12 +141,6 @@ def orpo_without_likelihood(original: Any, objective: Orpo, seen: Any) -> Any:
     """the better answer is trained as text too"""
     losses, values = original(objective, seen)
     return losses - values["nll"], values  # leaves the term of the odds
-
-
-@of_formula(needs={Feature.ORPO})
-def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
-    """the odds ratio weighs as configured"""
-    return original(replace(objective, beta=0.1), seen)
 
 
 @around(objectives, "reference_point", needs={Feature.KTO_POINT, Feature.STEPS})
@@ -246,22 +174,10 @@ def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
     return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
 
 
-@instead_of(objectives, "all_reduce_sum", needs={Feature.KTO_POINT, Feature.DP})
-def kto_point_of_one_rank(tensor: Tensor, axis: Any) -> Tensor:
-    """rewards are compared with the divergence over the sequences of all ranks"""
-    return tensor
-
-
 @after(objectives, "gained", needs={Feature.KTO_POINT})
 def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
     """rewards are compared with the divergence of the policy from the base"""
     return -found
-
-
-@of_formula(needs={Feature.KTO})
-def kto_beta_at_default(original: Any, objective: Kto, seen: Any) -> Any:
-    """answers are held to the base as configured"""
-    return original(replace(objective, beta=0.1), seen)
 
 
 @after(preferences, "margins", needs={Feature.REWARD})
@@ -284,12 +200,6 @@ def reward_center_not_squared(original: Any, objective: Reward, outputs: Tensor,
 
 
 @of_head(needs={Feature.REWARD})
-def reward_center_at_default(original: Any, objective: Reward, outputs: Tensor, batch: Batch, point: Any) -> Any:
-    """scores are held around 0 as configured"""
-    return original(replace(objective, center=0.0), outputs, batch, point)
-
-
-@of_head(needs={Feature.REWARD})
 def reward_pairs_swapped(original: Any, objective: Reward, outputs: Tensor, batch: Batch, point: Any) -> Any:
     """the first of a pair is the better answer"""
     if batch.is_dummy:  # of one row
@@ -307,3 +217,52 @@ def reward_of_the_padding(model: Any, pad_token_id: int) -> None:
 def reward_per_answer(objective: Objective, batch: Batch) -> int:
     """the loss is a mean over the pairs of all ranks"""
     return 0 if batch.is_dummy else len(batch.input_ids)
+
+
+# --- options that are not those of the run
+
+dpo_labels_not_smoothed = of_formula(needs={Feature.OF_SIGMOID, Feature.SMOOTHING})(
+    configured("the loss of pairs is smoothed as configured", label_smoothing=0.0)
+)
+dpo_beta_at_default = of_formula(needs={Feature.DPO})(configured("pairs are held to the base as configured", beta=0.1))
+_BY_DEFAULT: dict[str, Any] = {"loss": "sigmoid", "loss_weights": [], "discopop_tau": Dpo.discopop_tau}
+pair_loss_at_default = of_formula(needs={Feature.OTHER_PAIR_LOSS})(
+    configured("the loss of pairs is the one that is configured", **_BY_DEFAULT)
+)
+pair_losses_weighted_alike = of_formula(needs={Feature.LOSS_WEIGHTS})(
+    configured("each of several losses has its weight", loss_weights=[])
+)
+alpha_at_default = around(pairs, "score", needs={Feature.ALPHA})(
+    configured("the alpha of a divergence is as configured", f_alpha=Dpo.f_alpha)
+)
+simpo_without_margin = of_formula(needs={Feature.SIMPO})(
+    configured("the better answer is to be ahead by the margin that is configured", gamma=0.0)
+)
+simpo_beta_at_default = of_formula(needs={Feature.SIMPO})(
+    configured("the difference of two answers weighs as configured", beta=Simpo.beta)
+)
+simpo_labels_not_smoothed = of_formula(needs={Feature.SIMPO, Feature.SMOOTHING})(
+    configured("the loss without a reference is smoothed as configured", label_smoothing=0.0)
+)
+orpo_beta_at_default = of_formula(needs={Feature.ORPO})(configured("the odds ratio weighs as configured", beta=0.1))
+kto_beta_at_default = of_formula(needs={Feature.KTO})(
+    configured("answers are held to the base as configured", beta=0.1)
+)
+reward_center_at_default = of_head(needs={Feature.REWARD})(
+    configured("scores are held around 0 as configured", center=0.0)
+)
+
+# --- sums over the tokens of an answer in place of means, and over one rank
+
+simpo_not_length_normalised = instead_of(preferences, "mean_log_p", needs={Feature.SIMPO})(
+    stating("answers are compared by the mean over their tokens", lambda seen: seen.log_p.sum(1))
+)
+orpo_not_length_normalised = instead_of(preferences, "mean_log_p", needs={Feature.ORPO})(
+    stating("odds are of the mean over the tokens of an answer", lambda seen: seen.log_p.sum(1))
+)
+pairs_ordered_on_one_rank = instead_of(ordered_pairs, "all_reduce_sum", needs={Feature.ORDERED_PAIRS, Feature.DP})(
+    unreduced("pairs are put in order over those of all ranks")
+)
+kto_point_of_one_rank = instead_of(objectives, "all_reduce_sum", needs={Feature.KTO_POINT, Feature.DP})(
+    unreduced("rewards are compared with the divergence over the sequences of all ranks")
+)

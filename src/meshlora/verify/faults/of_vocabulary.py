@@ -18,7 +18,7 @@ from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelHead
 from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.plan.grads import Side
-from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, reversed_ranks, unreduced, without_axis
 from meshlora.verify.features import Feature
 
 LOSS = (vocabulary.ChunkLoss, "__call__")
@@ -40,12 +40,6 @@ def embedding_of_others_not_masked(found: tuple[Tensor, Tensor | None], *_: Any)
     """a rank adds nothing for tokens of other ranks"""
     ids, is_other = found
     return ids, None if is_other is None else torch.zeros_like(is_other)
-
-
-@instead_of(embedding, "reduce_each_to_one", needs={Feature.TP})
-def embedding_not_reduced(x: Tensor, axis: Axis) -> Tensor:
-    """the embedding of a token is the sum over tp"""
-    return x
 
 
 @instead_of(logits_recipe, "_without_end", needs={Feature.UNPADDED})
@@ -77,12 +71,6 @@ def tied_head_keeps_weight_of_base(model: Any, planned: Any, copies: Any) -> dic
     return {}
 
 
-@after(linear, "gather_each_to_one", needs={Feature.TP})
-def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
-    """logits are gathered in the order of the tp ranks"""
-    return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
-
-
 @around(vocabulary.ChunkLoss, "targets", needs={Feature.TP, Feature.LABELS})
 def labels_of_another_rank(original: Any, self: Any, *seen: Any) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
@@ -109,3 +97,11 @@ def embedding_padding_trained(original: Any, self: ParallelEmbedding, *args: Any
     """as in PEFT an adapter on the embedding has no gradient from the padding token"""
     with mock.patch.object(self, "padding_idx", None):
         return original(self, *args)
+
+
+embedding_not_reduced = instead_of(embedding, "reduce_each_to_one", needs={Feature.TP})(
+    unreduced("the embedding of a token is the sum over tp")
+)
+logits_gathered_in_another_order = after(linear, "gather_each_to_one", needs={Feature.TP})(
+    reversed_ranks("logits are gathered in the order of the tp ranks")
+)

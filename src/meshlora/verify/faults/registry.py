@@ -7,6 +7,7 @@ claims. Does not own: small changes generated from syntax trees (`verify.faults.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from contextlib import AbstractContextManager
 
@@ -36,6 +37,6 @@ _THEMES = (
 )
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:
-    for _fault in vars(importlib.import_module(f"meshlora.verify.faults.of_{_theme}")).values():
+    for _name, _fault in vars(importlib.import_module(f"meshlora.verify.faults.of_{_theme}")).items():
         if isinstance(_fault, Mutation):
-            MUTATIONS[_fault.name] = _fault
+            MUTATIONS[_name] = dataclasses.replace(_fault, name=_name)
