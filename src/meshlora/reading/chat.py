@@ -22,24 +22,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from meshlora.reading import lost as kinds
 from meshlora.reading.clock import stop_clock, written_day
 from meshlora.reading.conversations import REASONING
 from meshlora.reading.images import read_image
 from meshlora.reading.leading import Leading, Span, batches, leading_tokens
-from meshlora.reading.lost import (
-    ANSWER,
-    AS_KIND,
-    EMPTY,
-    LAST,
-    LEFT_OUT,
-    NO_END,
-    NOTHING,
-    OUTSIDE,
-    REASONED,
-    UNCLOSED,
-    UNREAD,
-    earlier,
-)
 from meshlora.reading.named_templates import fitting_templates
 from meshlora.reading.records import Record, listed, without_paths
 from meshlora.reading.train_on import TrainOn, chosen, is_empty, left_out
@@ -437,7 +424,7 @@ class _Chat:
         gone = [index for index in trained if turns.is_gone(index)]
         if gone:
             trained, answers = ([index for index in own if index not in gone] for own in (trained, answers))
-            lost += [NOTHING] * (not has_all and not trained)
+            lost += [kinds.NOTHING] * (not has_all and not trained)
         if has_all and not out:
             return _Spans(turns.text, [], [], lost, words, turns.ends(of_assistant))
         if self.has_markers:
@@ -449,8 +436,10 @@ class _Chat:
             placed = {index: self._span(turns, index) for index in answers}
             spans = {index: span for index, span in placed.items() if span is not None}
             if not all(turns.is_ended(spans[index]) for index in answers if index in trained and index in spans):
-                lost.append(NO_END)
-            lost += [EMPTY if index in spans else LEFT_OUT for index in answers if is_empty(self.messages[index])]
+                lost.append(kinds.NO_END)
+            for index in answers:
+                if is_empty(self.messages[index]):
+                    lost.append(kinds.EMPTY if index in spans else kinds.LEFT_OUT)
         if self.generated is not None and self.generated in trained and self.generated in spans:
             return self._generated(turns, self.generated, spans[self.generated], lost, words)
         spans |= self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns)
@@ -476,7 +465,7 @@ class _Chat:
             raise self._has_no_form(index, "calls that the template writes before its content")
         prompt = self.text(self.messages[:index], True)
         answer, is_open = after_prompt(prompt, given)
-        lost += [UNCLOSED] * is_open
+        lost += [kinds.UNCLOSED] * is_open
         text = prompt + answer + turns.text[max(content, default=start) : end]
         return _Spans(text, [(len(prompt), len(text))], [], lost, [(len(text), each) for _, each in words])
 
@@ -515,20 +504,21 @@ class _Chat:
                 if marked is not None and index != self.generated:
                     outside = turns.outside(index, marked)
                     lost = lost | outside
-                found.append(ANSWER)
-                if turns.kinds(index) & _OF_REASONING and (index == self.generated or not lost & _OF_REASONING):
-                    found.append(REASONED)
+                found.append(kinds.ANSWER)
+                reasoned = turns.kinds.get(index, set()) & _OF_REASONING
+                if reasoned and (index == self.generated or not lost & _OF_REASONING):
+                    found.append(kinds.REASONED)
             if index == self.generated:
                 lost = lost - _OF_CONTENT
             if not lost:
                 continue
             words += turns.lost_words(index, lost)
-            alone = {AS_KIND[kind] for kind in turns.lost_as_last(index) | outside}
-            for kind in sorted({AS_KIND[kind] for kind in lost}):
-                found.append(kind if kind in alone else earlier(kind))
-            found += [LAST] * (index == trained[-1]) + [OUTSIDE] * bool(outside)
-        if any(kinds & {"content", "call"} for index, kinds in turns.lost.items() if index not in trained):
-            found.append(UNREAD)
+            alone = {kinds.AS_KIND[kind] for kind in turns.lost_as_last(index) | outside}
+            for kind in sorted({kinds.AS_KIND[kind] for kind in lost}):
+                found.append(kind if kind in alone else kinds.earlier(kind))
+            found += [kinds.LAST] * (index == trained[-1]) + [kinds.OUTSIDE] * bool(outside)
+        if any(own & {"content", "call"} for index, own in turns.lost.items() if index not in trained):
+            found.append(kinds.UNREAD)
         return found, words
 
     def _as_read(self) -> list[dict[str, Any]]:

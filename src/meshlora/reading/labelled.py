@@ -22,7 +22,7 @@ from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.further_inputs import TOKEN_TYPES, KnownInputs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _BLOCK = 4096  # texts per call to the tokenizer
 _UNLABELLED = -100  # transformers' label of a word that is not trained
@@ -237,10 +237,6 @@ def encoded(
             raise UserError(f"{origin}: token {own.max()}", rule, "is it the tokenizer of another model?")
     problems.raise_if_any()
     return [own.astype(np.int32) for own in ids], beside  # checked as int64: a larger id would have become a small one
-
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 
 def read_prompted(

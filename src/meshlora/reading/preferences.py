@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.conversations import untrained
 from meshlora.reading.formats import Format, alpaca_prompt, answered_alone, record_of_answer
 from meshlora.reading.records import LeftOutError, MalformedError, Record, filled_text, is_number, json_type
@@ -25,27 +24,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def read_preferences(
-    source: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
-    **options: Any,
-) -> TokenizedDataset:
+def read_preferences(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:
     """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
 
     A row has `chosen` and `rejected`, each text or messages, and what they answer (`PREFERENCES`): a `prompt`, an
-    `instruction`, a `question` or `conversations`; or nothing: then what both begin with is the prompt. Tokens, `say`
-    and `options` are those of `tokenize`; too_long drops both sequences.
+    `instruction`, a `question` or `conversations`; or nothing: then what both begin with is the prompt. options: those
+    of `Reading.taken_from` and of `tokenize`; too_long drops both sequences.
 
     Raises:
         UserError: as `read_rows` and `tokenize`.
     """
-    bad, has_template = options.get("on_bad_row", ERROR), bool(tokenizer.chat_template)
-    reading = Reading(columns, format, say, bad, has_template=has_template)
-    return tokenize(read_rows(source, PREFERENCES, reading), tokenizer, say=say, **options)
+    rows = read_rows(source, PREFERENCES, Reading.taken_from(options, tokenizer))
+    return tokenize(rows, tokenizer, **options)
 
 
 def read_margins(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:

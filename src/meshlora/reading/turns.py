@@ -284,12 +284,9 @@ class Turns:
                 return
         raise UntoldError("the template reads the texts of messages: it writes others when they are marked")
 
-    def kinds(self, index: int) -> set[str]:
-        """The kinds of text that message `index` has."""
-        return self._kinds_of.get(index, set())
-
     @functools.cached_property
-    def _kinds_of(self) -> dict[int, set[str]]:
+    def kinds(self) -> dict[int, set[str]]:
+        """Index of a message -> the kinds of text that it has."""
         return _kinds(self._marks.of.values())
 
     def is_gone(self, index: int) -> bool:
@@ -308,7 +305,7 @@ class Turns:
         try:
             alone = self._render(self._marks.messages[: index + 1], False)
         except FAILURES:
-            return self.kinds(index)
+            return self.kinds.get(index, set())
         self._tails[index + 1, False] = _Tail.of(alone, self._marks)
         return _kinds(each for mark, each in self._marks.of.items() if mark not in alone).get(index, set())
 
@@ -333,7 +330,7 @@ class Turns:
         """The characters of `text` that the assistant writes as message `index`, with the token that ends it. Raises:
         UntoldError: they cannot be told."""
         own = self._own.get(index)
-        if not own and not self.kinds(index):
+        if not own and index not in self.kinds:
             return self._without_text(index)
         if not own:
             raise NothingError("nothing of it is in the rendered text")
