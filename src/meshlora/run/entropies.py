@@ -7,38 +7,28 @@ loss (`run.formulas.policies`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching
+from meshlora.train.batches import Batching, Masks, Step
 from meshlora.train.losses import batch_scores
-from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objectives.policies import Grpo, Policy
 
 
 @torch.no_grad()
 def entropy_point(
-    objective: Policy | Grpo,
-    model: torch.nn.Module,
-    batching: Batching,
-    data: TokenizedDataset,
-    indices: np.ndarray,
-    masks: Callable[[Batch], AbstractContextManager[None]],
+    objective: Policy | Grpo, model: torch.nn.Module, batching: Batching, step: Step, masks: Masks
 ) -> Tensor:
-    """float64 `[2]`: the least entropy of a token that is kept, of all trained ones of the examples `indices` on all dp
+    """float64 `[2]`: the least entropy of a token that is kept, of all trained ones of the examples of `step` on all dp
     ranks, and the share that is kept. Collective.
 
     masks: around a forward, for its dropout, which must be that of the second pass.
     """
     dp, found = runtime(model).mesh.dp, list[Tensor]()
-    for batch in batching.batches(data, indices):
+    for batch in batching.batches(*step):
         with masks(batch):
             _, entropy = batch_scores(model, batch)
         if not batch.is_dummy:

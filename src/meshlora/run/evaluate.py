@@ -71,7 +71,7 @@ def mean_loss(
     for start in range(0, len(every), size):
         indices = every[start : start + size]
         with lift(model.dtype == torch.float64):
-            point = first_pass(objective, model, batching, data, indices)
+            point = first_pass(objective, model, batching, (data, indices))
         for batch in batching.batches(data, indices):
             with lift(model.dtype == torch.float64):
                 reference = of_reference(objective, model, batch)

@@ -8,11 +8,9 @@ Does not own: parameters (`meshlora_ground.objective`), records (`reading.labell
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,8 +19,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run.formulas.preferences import reward
 from meshlora.train.batch import IGNORED, Batch
-from meshlora.train.batches import Batching
-from meshlora_ground.dataset import TokenizedDataset
+from meshlora.train.batches import Batching, Masks, Step
 from meshlora_ground.masks import POSITION_BITS
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.rewards import Reward
@@ -158,32 +155,25 @@ def places_of(batch: Batch) -> Tensor:
     return batch.tokens[:, 0] >> POSITION_BITS  # a token's number holds its row above its position
 
 
-def compare_step(
-    objective: Embed,
-    model: Any,
-    batching: Batching,
-    data: TokenizedDataset,
-    indices: np.ndarray,
-    masks: Callable[[Batch], AbstractContextManager[None]],
-) -> Compared:
-    """Compare the texts of the examples `indices` on all dp ranks. Collective; one sum of `[N*R, H]` over them.
+def compare_step(objective: Embed, model: Any, batching: Batching, step: Step, masks: Masks) -> Compared:
+    """Compare the texts of the examples of `step` on all dp ranks. Collective; one sum of `[N*R, H]` over them.
 
     masks: around a forward, for its dropout, which must be that of the second pass.
     """
-    mesh, number = runtime(model).mesh, len(indices)
+    mesh, rows, number = runtime(model).mesh, step[0].rows_per_example, len(step[1])
     whole: Tensor | None = None
     with torch.no_grad():
-        for batch in batching.batches(data, indices):
+        for batch in batching.batches(*step):
             with masks(batch):
                 own = embeddings(objective, outputs_of(model, batch), batch.attention_mask)
             if whole is None:
-                whole = own.new_zeros(number * data.rows_per_example, own.shape[1])
+                whole = own.new_zeros(number * rows, own.shape[1])
             if not batch.is_dummy and batch.counts_rows:
                 whole[places_of(batch)] = own
     assert whole is not None
     with torch.enable_grad():
         # Each rank has filled its own rows, and zeros elsewhere: the sum puts them together.
         every = all_reduce_sum(whole, mesh.data).requires_grad_()
-        losses, hits = info_nce(objective, every.view(number, data.rows_per_example, -1))
+        losses, hits = info_nce(objective, every.view(number, rows, -1))
         (gradient,) = torch.autograd.grad(losses.sum(), every)
     return Compared(losses.detach(), hits, gradient)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,9 +29,8 @@ from meshlora.run.heads import Compared
 from meshlora.run.mismatch import LARGEST
 from meshlora.run.ordered_pairs import ordered_pairs
 from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching
+from meshlora.train.batches import Batching, Masks, Step
 from meshlora.train.losses import Rows, batch_log_probabilities, batch_scores, language_model_losses
-from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
@@ -131,33 +128,26 @@ FORMULAS: Mapping[type, Formula] = {
 
 
 def first_pass(
-    objective: Objective,
-    model: Any,
-    batching: Batching,
-    data: TokenizedDataset,
-    indices: np.ndarray,
-    masks: Callable[[Batch], AbstractContextManager[None]] = lambda _: contextlib.nullcontext(),
+    objective: Objective, model: Any, batching: Batching, step: Step, masks: Masks = lambda _: contextlib.nullcontext()
 ) -> Point:
-    """What the loss of each example of a step needs of all examples `indices` of it, on all ranks; None if nothing.
+    """What the loss of each example of a step needs of all examples of it, on all ranks; None if nothing.
     masks: around a forward, for the dropout of the step. Collective.
     """
     if isinstance(objective, Distill):
-        return said_in_context(objective, model, batching, data, indices) if objective.is_of_step else None
+        return said_in_context(objective, model, batching, step) if objective.is_of_step else None
     if isinstance(objective, Policy | Grpo):
-        return entropy_point(objective, model, batching, data, indices, masks) if objective.has_first_pass else None
+        return entropy_point(objective, model, batching, step, masks) if objective.has_first_pass else None
     if isinstance(objective, Dpo):
-        given = (objective, model, batching, data, indices, masks, reference_log_probabilities)
-        return ordered_pairs(*given) if objective.is_of_step else None
+        given = (model, batching, step, masks, reference_log_probabilities)
+        return ordered_pairs(objective, *given) if objective.is_of_step else None
     if isinstance(objective, Embed):
-        return heads.compare_step(objective, model, batching, data, indices, masks)
-    return reference_point(objective, model, batching, data, indices)
+        return heads.compare_step(objective, model, batching, step, masks)
+    return reference_point(objective, model, batching, step)
 
 
 @torch.no_grad()
-def reference_point(
-    objective: Objective, model: Any, batching: Batching, data: TokenizedDataset, indices: np.ndarray
-) -> Tensor | None:
-    """`[]`: the mean of log pi(y) - log ref(y) over the untrained rows of the examples `indices` on all dp ranks, at
+def reference_point(objective: Objective, model: Any, batching: Batching, step: Step) -> Tensor | None:
+    """`[]`: the mean of log pi(y) - log ref(y) over the untrained rows of the examples of `step` on all dp ranks, at
     least 0; None if the objective has no such point. Without dropout and gradient. Collective.
 
     The mean is over the whole step: one over a micro-batch or a rank would depend on the topology.
@@ -168,7 +158,7 @@ def reference_point(
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     is_training = model.training
     model.eval()
-    for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(data, indices):
+    for batch in dataclasses.replace(batching, only=1 - objective.trained_row).batches(*step):
         gain = gained(model, batch).double() * batch.counts_rows
         sums += torch.stack([gain, sums.new_tensor(count(objective, batch) * mesh.is_counted)])
     model.train(is_training)

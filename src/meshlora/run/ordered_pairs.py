@@ -7,10 +7,8 @@ Owns: the order over the whole global batch, of all micro-batches and ranks. Doe
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,29 +17,22 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run.formulas.pairs import length_weights
 from meshlora.run.heads import places_of
 from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching
+from meshlora.train.batches import Batching, Masks, Step
 from meshlora.train.losses import batch_log_probabilities
-from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objectives.preferences import Dpo
 
 
 @torch.no_grad()
 def ordered_pairs(
-    objective: Dpo,
-    model: Any,
-    batching: Batching,
-    data: TokenizedDataset,
-    indices: np.ndarray,
-    masks: Callable[[Batch], AbstractContextManager[None]],
-    reference: Callable[[Any, Batch], Tensor],
+    objective: Dpo, model: Any, batching: Batching, step: Step, masks: Masks, reference: Callable[[Any, Batch], Tensor]
 ) -> Tensor:
-    """float64 `[2N, 2]`: `partners` of the N examples `indices` of a step on all dp ranks. Collective.
+    """float64 `[2N, 2]`: `partners` of the N examples of a step on all dp ranks. Collective.
 
     masks: around a forward, for its dropout, which must be that of the second pass. reference: log ref of a batch.
     """
     mesh = runtime(model).mesh
-    whole = torch.zeros(2, 2 * len(indices), dtype=torch.float64, device=mesh.device)
-    for batch in batching.batches(data, indices):
+    whole = torch.zeros(2, 2 * len(step[1]), dtype=torch.float64, device=mesh.device)
+    for batch in batching.batches(*step):
         with masks(batch):
             log_p = batch_log_probabilities(model, batch)
         both = torch.stack([log_p, reference(model, batch)]).double()

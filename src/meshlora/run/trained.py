@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,7 +50,7 @@ from meshlora.run.texts import Texts
 from meshlora.run.watch.metrics import Reporter, lines_until
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching
+from meshlora.train.batches import Batching, Step
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import MeshloraError, SaveError, reason
 from meshlora_ground.float64 import lift
@@ -141,7 +140,7 @@ class TrainedAdapter:
         return self.done >= self.run.steps or self.stops_early
 
     @property
-    def step_data(self) -> tuple[TokenizedDataset, np.ndarray]:
+    def step_data(self) -> Step:
         """(data, indices as of `TokenizedDataset.rows_of`) of its next step. Of a stream: after `fetch`."""
         if self.followed is not None:
             return self.followed.current
@@ -310,27 +309,19 @@ class TrainedAdapter:
             )
             return loss, number
 
-    def first_pass(self, data: TokenizedDataset, indices: np.ndarray) -> Point:
-        """`objectives.first_pass` over the examples `indices` of its next step. Collective."""
+    def first_pass(self, step: Step) -> Point:
+        """`objectives.first_pass` over the examples of its next step. Collective."""
 
         def masks(batch: Batch) -> contextlib.AbstractContextManager[None]:
             return runtime(self.model).dropout.of([self.share(batch)], [self.adapter])
 
         with lift(self.model.dtype == torch.float64):
-            return first_pass(self.objective, self.model, self.batching, data, indices, masks)
+            return first_pass(self.objective, self.model, self.batching, step, masks)
 
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
         """The manifest of a folder saved after `done` steps."""
-        steps, own = self.run.steps, self.run.identity
-        return Manifest(
-            kind=kind,
-            step=done,
-            steps=steps,
-            updates=self.updates,
-            identity=own,
-            versions=versions(),
-            asking=self.asking,
-        )
+        own: dict[str, Any] = {"identity": self.run.identity, "versions": versions(), "asking": self.asking}
+        return Manifest(kind=kind, step=done, steps=self.run.steps, updates=self.updates, **own)
 
     def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
         """Write the adapter, and the files of `state`, to folder `name` of the output. Refuses drifted replicas."""

@@ -213,10 +213,10 @@ class Trainer:
         sums = StepSums(self.mesh, [one.name for one in adapters], may_be_empty=may_be_empty)
         steps = [one.step_data for one in adapters]
         batches = self._micro_batches(steps)
-        for one, (data, indices) in zip(adapters, steps, strict=True):
+        for one, step in zip(adapters, steps, strict=True):
             if one.objective.has_first_pass:
                 with one.in_use():
-                    one.point = one.first_pass(data, indices)
+                    one.point = one.first_pass(step)
         with contextlib.ExitStack() as around:
             for part in self.parts:
                 around.enter_context(part.step(adapters[0].done, *steps[0]))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +25,7 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
+Masks = Callable[[Batch], AbstractContextManager[None]]  # around a forward, for the dropout of its step
 Example = tuple[int, int]  # index of the adapter's step; position of the example in that step
 Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,9 +23,8 @@ from meshlora.run.config.run_file import RunConfig
 from meshlora.run.distillation.divergence import Hidden, Likeliest
 from meshlora.run.heads import places_of
 from meshlora.train.batch import Batch
-from meshlora.train.batches import Batching
+from meshlora.train.batches import Batching, Step
 from meshlora.train.losses import Found, before_last, to_head
-from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.topology import Topology
@@ -82,13 +80,11 @@ def recorded(objective: Distill, batch: Batch, trained: Tensor) -> Likeliest:
 
 
 @torch.no_grad()
-def said_in_context(
-    objective: Distill, model: Any, batching: Batching, data: TokenizedDataset, indices: np.ndarray
-) -> InContext:
-    """What the teacher says of the examples `indices`, whose second rows it sees. Collective."""
+def said_in_context(objective: Distill, model: Any, batching: Batching, step: Step) -> InContext:
+    """What the teacher says of the examples of `step`, whose second rows it sees. Collective."""
     rows = dict[int, Tensor]()
     head: Callable[[Tensor], Tensor] = _never  # of a stage before the last, which has no loss
-    for batch in with_context(batching).batches(data, indices):
+    for batch in with_context(batching).batches(*step):
         found = _of_model(objective, model, batch)
         if found is None:
             continue
