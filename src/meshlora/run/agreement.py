@@ -41,11 +41,11 @@ _PART_BYTES = 2**22  # a store takes 8 MiB at once
 VERSION = "as version of "
 
 _Found = TypeVar("_Found")
+_Look = Callable[[], _Found]
+_WordsOf = Callable[[_Found], Mapping[str, str]]
 
 
-def agreed(
-    look: Callable[[], _Found], words_of: Callable[[_Found], Mapping[str, str]], *, own: Mapping[str, str]
-) -> _Found:
+def agreed(look: _Look[_Found], words_of: _WordsOf[_Found], *, own: Mapping[str, str]) -> _Found:
     """The result of `look()`, once every rank has found the same. Every rank calls this, before any group opens.
 
     words_of: the facts of it that all ranks must share, as parts of a sentence: `{"in runs/mine": "step 8"}`.
@@ -120,11 +120,7 @@ def _said_by_rank_0(store: Any, head: str) -> dict[str, Any]:
 
 
 def _agreed_on_rank_0(
-    look: Callable[[], _Found],
-    words_of: Callable[[_Found], Mapping[str, str]],
-    own: Mapping[str, str],
-    store: Any,
-    world: int,
+    look: _Look[_Found], words_of: _WordsOf[_Found], own: Mapping[str, str], store: Any, world: int
 ) -> Any:
     """On rank 0: its result, after all others have compared theirs."""
     try:
@@ -148,11 +144,7 @@ def _agreed_on_rank_0(
 
 
 def _agreed_elsewhere(
-    look: Callable[[], _Found],
-    words_of: Callable[[_Found], Mapping[str, str]],
-    own: Mapping[str, str],
-    store: Any,
-    rank: int,
+    look: _Look[_Found], words_of: _WordsOf[_Found], own: Mapping[str, str], store: Any, rank: int
 ) -> Any:
     """On any other rank: its result, once it matches that of rank 0."""
     found, error = _tried(look)
@@ -182,7 +174,7 @@ def _wait_until_heard(store: Any, world: int) -> None:
         time.sleep(_LOOK_S)
 
 
-def _tried(look: Callable[[], _Found]) -> tuple[_Found | None, UserError | None]:
+def _tried(look: _Look[_Found]) -> tuple[_Found | None, UserError | None]:
     try:
         return look(), None
     except UserError as error:
@@ -190,11 +182,7 @@ def _tried(look: Callable[[], _Found]) -> tuple[_Found | None, UserError | None]
 
 
 def _difference(
-    found: _Found | None,
-    error: UserError | None,
-    words_of: Callable[[_Found], Mapping[str, str]],
-    decided: Mapping[str, str],
-    rank: int,
+    found: _Found | None, error: UserError | None, words_of: _WordsOf[_Found], decided: Mapping[str, str], rank: int
 ) -> UserError | None:
     """The first difference to what rank 0 sees, as an error to raise; None if there is none."""
     if error is not None:
