@@ -139,7 +139,7 @@ class Runner:
         (topology,) = proof.topologies
         pool, worker = self.processes.ranks(topology.world, "cpu"), self.processes.reference("cpu")
         try:
-            evidence = evidence_of(case, reference, rounded, topology, fault, pool, worker, timeout_s=TIMEOUT_S)
+            evidence = evidence_of((case, reference, rounded), topology, fault, pool, worker, timeout_s=TIMEOUT_S)
             phases = list(until_found(judge(evidence)))
         except RankEndedError:
             return "hangs", ""

@@ -33,7 +33,7 @@ def evidence(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> 
     proof = prepare_proof(request)
     worker, pool = processes.reference("cpu"), processes.ranks(_TOPOLOGY.world, "cpu")
     case, reference, rounded = proofs.reference_of(proof, worker)
-    return proofs.evidence_of(case, reference, rounded, _TOPOLOGY, None, pool, worker, timeout_s=300)
+    return proofs.evidence_of((case, reference, rounded), _TOPOLOGY, None, pool, worker, timeout_s=300)
 
 
 def _failing(evidence: Evidence, spoil: Callable[[Evidence], None]) -> tuple[dict[str, list[str]], str]:

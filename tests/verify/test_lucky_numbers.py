@@ -29,7 +29,7 @@ def evidence(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> 
     proof = prepare_proof(request)
     worker, pool = processes.reference("cpu"), processes.ranks(_TOPOLOGY.world, "cpu")
     case, reference, rounded = proofs.reference_of(proof, worker)
-    found = proofs.evidence_of(case, reference, rounded, _TOPOLOGY, None, pool, worker, timeout_s=300)
+    found = proofs.evidence_of((case, reference, rounded), _TOPOLOGY, None, pool, worker, timeout_s=300)
     for trace in found.rounded:
         trace.grad_norms[:] = reference.grad_norms
         trace.final[_FACTOR] = reference.final[_FACTOR].clone()

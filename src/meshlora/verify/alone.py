@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from meshlora.run.config.run_file import ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_judge import reference
 from meshlora_judge.settings import Base, Training
@@ -32,8 +33,8 @@ def reference_run(
     model whose dropout stays on.
     """
     return reference.reference_run(
-        base_of(config.model),
-        training_of(config.train, steps=steps),
+        Base(**_values_of(Base, config.model)),
+        Training(**_values_of(Training, config.train) | {"steps": steps}),
         data,
         pad_token_id=pad_token_id,
         adapter=adapter,
@@ -43,11 +44,6 @@ def reference_run(
     )
 
 
-def base_of(model: ModelConfig) -> Base:
-    """The base model of a run file."""
-    return Base(**{field.name: getattr(model, field.name) for field in dataclasses.fields(Base)})
-
-
-def training_of(train: TrainConfig, *, steps: int) -> Training:
-    """The training of a run file, of `steps` optimizer steps."""
-    return Training(**{f.name: getattr(train, f.name) for f in dataclasses.fields(Training)} | {"steps": steps})
+def _values_of(kind: Any, group: object) -> dict[str, Any]:
+    """The fields of `kind` as a group of a run file has them, all of them."""
+    return {field.name: getattr(group, field.name) for field in dataclasses.fields(kind)}

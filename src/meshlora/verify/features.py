@@ -71,12 +71,6 @@ class _Adapted:
                 self.blocks.add(name)
 
     @property
-    def has_whole_mixer(self) -> bool:
-        """Whether a token mixer is not split."""
-        whole = (region.name for region in self.plan.regions if not region.is_split)
-        return any(not name.endswith(("mlp", "feed_forward")) for name in whole)
-
-    @property
     def has_uneven_heads(self) -> bool:
         """Whether the number of heads is no power of two."""
         heads = getattr(self.text, "num_attention_heads", None)
@@ -145,11 +139,6 @@ class _Run:
             self.images.update(*case.further.each)
 
     @property
-    def has_vision(self) -> bool:
-        """Whether the adapter is on the tower of images."""
-        return bool(self.images) and any(not self.plan.is_text(name) for name in self.lora.target_modules or ())
-
-    @property
     def packed_kinds(self) -> set[str]:
         """The kinds in which matrices of the base are held in few bits."""
         return {packing.kind for packing in self.plan.quantized.values()}
@@ -163,9 +152,8 @@ class _Run:
     @property
     def trains_first_tokens(self) -> bool:
         """Whether rows hold one sequence each, whole, and the first token of some is trained."""
-        if self.topology.cp > 1 or self.case.packing:
-            return False
-        return any(self.case.is_trained[start] for start in self.case.offsets[:-1])
+        is_whole = self.topology.cp == 1 and not self.case.packing
+        return is_whole and any(self.case.is_trained[start] for start in self.case.offsets[:-1])
 
     @property
     def is_invoked_twice(self) -> bool:
@@ -264,7 +252,11 @@ class Feature(enum.StrEnum):
 
     ROW_BIAS = "row_bias", _model(lambda m: Split.ROW in m.biased)
     COLUMN_BIAS = "column_bias", _model(lambda m: Split.COLUMN in m.biased)
-    WHOLE_MIXER = "whole_mixer", _model(lambda m: m.has_whole_mixer)  # one of tokens that is not split
+    # A mixer of tokens is not split.
+    WHOLE_MIXER = (
+        "whole_mixer",
+        _model(lambda m: any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in m.plan.regions)),
+    )
     KV_REPLICAS = "kv_replicas", _model(lambda m: m.shared)  # heads that several ranks hold
     UNEVEN_HEADS = "uneven_heads", _model(lambda m: m.has_uneven_heads)  # their number is no power of two
     FUSED_QKV = "fused_qkv", _model(lambda m: {"q", "k", "v"} in m.fused)  # split piece by piece, and the next one
@@ -307,7 +299,7 @@ class Feature(enum.StrEnum):
     # Beside a layer's MLP, not in it.
     EXPERTS_BESIDE = (
         "experts_beside",
-        _model(lambda m: any(_is_layer(r.block, m.plan) for r in m.plan.experts.values())),
+        _model(lambda m: m.plan.layers in {rule.block.rpartition(".")[0] for rule in m.plan.experts.values()}),
     )
     # Routing weights scale what experts give, not what they take.
     ROUTING_LAST = "routing_last", _model(lambda m: any(not rule.weights_first for rule in m.plan.experts.values()))
@@ -404,7 +396,8 @@ class Feature(enum.StrEnum):
     IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
     IMAGE_BLOCKS = "image_blocks", _run(lambda r: "token_type_ids" in r.images)  # their tokens see each other
     FEATURES = "features", _run(lambda r: r.images and featured_layers(r.config))  # of a tower, for the first layers
-    VISION = "vision", _run(lambda r: r.has_vision)
+    # The adapter is on the tower of images.
+    VISION = "vision", _run(lambda r: r.images and not all(map(r.plan.is_text, r.lora.target_modules or ())))
 
     # --- the objective: its kind, what it needs and what it is a mean over
 
@@ -511,10 +504,6 @@ def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, ad
     """The features of the run of `case` on the topology of `plan`. config: of the model. adapters: trained at once."""
     run = _Run(case, plan, config, adapters=adapters)
     return features_of_model(plan, run.lora, config, has_pieces=bool(case.pieces)) | _of(run)
-
-
-def _is_layer(name: str, plan: ModelPlan) -> bool:
-    return name.rpartition(".")[0] == plan.layers
 
 
 def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:

@@ -118,7 +118,6 @@ def of_schedule(
     its own, of inverse_sqrt.
     """
     fields: dict[str, Any] = {"schedule": kind, "steps": STEPS_OF_OTHERS, "warmup_from_zero": starts_at_zero}
-    fields |= {"min_lr": 0.0, "decay_steps": 0, "cycle": {}, "num_cycles": 1, "power": 1.0, "timescale": 0}
     fields["decay_type"] = decay_type
     if kind == "linear":
         fields["steps"] = 3

@@ -204,7 +204,7 @@ def _adapters(
 def _run(proof: Proof, made: Made, topology: Topology, mutation: str | None, pool: Pool, worker: Pool) -> Outcome:
     started = time.perf_counter()
     try:
-        evidence = evidence_of(*made, topology, mutation, pool, worker, timeout_s=_timeout_s(proof))
+        evidence = evidence_of(made, topology, mutation, pool, worker, timeout_s=_timeout_s(proof))
         found = judge(evidence)
         if mutation is not None:
             found = until_found(found)  # the first difference is all that is asked
@@ -244,17 +244,10 @@ def _most(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def evidence_of(
-    case: Case,
-    reference: Trace,
-    rounded: list[Trace],
-    topology: Topology,
-    mutation: str | None,
-    pool: Pool,
-    worker: Pool,
-    *,
-    timeout_s: float,
+    made: Made, topology: Topology, mutation: str | None, pool: Pool, worker: Pool, *, timeout_s: float
 ) -> Evidence:
     """Run our side, and pair its traces and files with the reference."""
+    case, reference, rounded = made
     with pool.scratch(_room(case, topology)) as folder:
         pool.run(run_case, case, str(topology), str(folder), mutation, timeout_s=timeout_s)
         ranks = [Trace.load(folder / f"rank-{rank}.safetensors") for rank in range(topology.world)]

@@ -55,12 +55,7 @@ from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, re
 from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import SEQUENCES, Topology, divisors
-from meshlora_judge.case import (
-    Case,
-    batch_size_for,
-    case_hash,
-    file_fingerprint,
-)
+from meshlora_judge.case import Case, batch_size_for, case_hash, file_fingerprint
 from meshlora_judge.pieces import pieces_of, rows_of
 from meshlora_judge.stored_twin import write_stored_twin
 from meshlora_judge.twin import shrink_config, twin_config
