@@ -30,11 +30,7 @@ _Likeliest = list[tuple[float, int]]  # (log-probability, token), the likeliest 
 
 
 def read_taught(
-    source: str | list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    vocab_size: int,
-    **options: Any,
+    source: str | list[str], tokenizer: PreTrainedTokenizerBase, *, vocab_size: int, **options: Any
 ) -> TokenizedDataset:
     """One sequence per row, with columns `teacher_token_J` and `teacher_log_prob_J`, float32 `[N]`, of the J-th
     likeliest token at each trained one; its logarithm is -inf where the teacher names fewer.

@@ -258,13 +258,7 @@ def read_prompts(
     if any(isinstance(prompt, Record) for prompt in prompts):
         check_template(tokenizer, asking)
     found = encode_prompts(
-        prompts,
-        tokenizer,
-        config,
-        options,
-        names=names,
-        limit_name="--max-new-tokens",
-        separator=asking.separator,
+        prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens", separator=asking.separator
     )
     return tokenizer, [ids for _, ids in found]
 
@@ -291,13 +285,7 @@ def generate(
     """
     options = options or GenerateConfig(batch_size=1)
     tokenizer, encoded = read_prompts(
-        model,
-        prompts,
-        options,
-        adapter=adapter,
-        trust_remote_code=trust_remote_code,
-        names=names,
-        asking=asking,
+        model, prompts, options, adapter=adapter, trust_remote_code=trust_remote_code, names=names, asking=asking
     )
     network = load(
         model,

@@ -90,12 +90,7 @@ def continued_by_all(
 
 
 def blueprint_to_generate(
-    model: str | Path,
-    *,
-    adapter: Path | None,
-    topology: str | None,
-    world: int,
-    **base: Any,
+    model: str | Path, *, adapter: Path | None, topology: str | None, world: int, **base: Any
 ) -> Blueprint:
     """The blueprint of a model that generates on `world` ranks.
 

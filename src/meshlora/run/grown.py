@@ -202,11 +202,7 @@ def _last_token(settings: Mapping[str, Any]) -> int:
 
 
 def _made(
-    base: _Base,
-    rows: int,
-    tokenizer: PreTrainedTokenizerBase | None,
-    values: Mapping[str, tuple[Path, str]],
-    key: str,
+    base: _Base, rows: int, tokenizer: PreTrainedTokenizerBase | None, values: Mapping[str, tuple[Path, str]], key: str
 ) -> str:
     """The folder of `base` with `rows`, made if the cache lacks it. values: module -> tensor of an adapter's file."""
     bases = PrivateFolder(CACHE.expanduser() / "bases", f"the cache of grown bases, {CACHE}", "let HOME be elsewhere")

@@ -17,15 +17,7 @@ from typing import Any
 from meshlora.run.config.mending import Mended, check_lora_keys, checked, mended
 from meshlora.run.config.model_presets import OF_MODEL, Facts, facts_of
 from meshlora.run.config.presets import TOGETHER, filled, with_preset
-from meshlora.run.config.run_file import (
-    PER_ADAPTER,
-    RUN_CONTENT,
-    SCHEDULES_TOO,
-    Given,
-    ModelConfig,
-    RunConfig,
-    Source,
-)
+from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, SCHEDULES_TOO, Given, ModelConfig, RunConfig, Source
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError, did_you_mean, prefixed
 from meshlora_ground.hub import located, located_files
