@@ -1,15 +1,17 @@
 """A mutation: one deliberate fault, and how it is injected.
 
-    @around(batches, "share", needs={Feature.DP})
-    def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
-        '''each sequence of a global batch is taken by exactly one dp rank'''
-        return original(indices, dp_rank=0, **rest)
+    @around(ParallelLinear, "add_adapter", needs={Feature.TP})
+    def lora_scale_divided_by_tp(original: Any, self: ParallelLinear, *args: Any, scaling: float) -> None:
+        '''the LoRA scale does not know tp'''
+        original(self, *args, scaling=scaling / self.tp.size)
 
 The wrong code is named after the fault; its docstring is the invariant that holds without the fault, not with it. Code
 that several faults have in common is made by a function that takes the invariant, and the fault has the name of the
 variable:
 
-    kto_beta_at_default = of_formula(needs={Feature.KTO})(configured("answers are held to the base", beta=0.1))
+    noise_seed_ignored = around(noise, "noise_key", needs={Feature.NOISE, Feature.SEED})(
+        passing("noise is determined by the run's seed", seed=0)
+    )
 
 Owns: `Mutation`, replacing functions of the product inside a context manager, helpers of wrong code in several files.
 The product does not know of it. Does not own: the faults themselves (the other files of this folder).
@@ -20,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -99,13 +102,33 @@ def stating(invariant: str, wrong: Code) -> Code:
     return wrong
 
 
-def configured(invariant: str, **options: Any) -> Code:
-    """For `around`: the original with other `options` of its first argument, an objective."""
+def passing(invariant: str, **arguments: Any) -> Code:
+    """For `around`: the original with other `arguments`; a function makes one of what the call gives."""
 
-    def wrong(original: Code, objective: Any, *seen: Any) -> Any:
-        return original(dataclasses.replace(objective, **options), *seen)
+    def wrong(original: Code, *args: Any, **rest: Any) -> Any:
+        call = inspect.signature(original).bind(*args, **rest)
+        call.apply_defaults()
+        for name, value in arguments.items():
+            own = call.arguments[name]
+            call.arguments[name] = value(own) if callable(value) else value
+        return original(*call.args, **call.kwargs)
 
     return stating(invariant, wrong)
+
+
+def configured(invariant: str, **options: Any) -> Code:
+    """For `around`: the original with other `options` of its first argument; a function makes one of that argument."""
+
+    def wrong(original: Code, of: Any, *seen: Any) -> Any:
+        changed = {name: value(of) if callable(value) else value for name, value in options.items()}
+        return original(dataclasses.replace(of, **changed), *seen)
+
+    return stating(invariant, wrong)
+
+
+def result(invariant: str, change: Callable[[Any], Any]) -> Code:
+    """For `after`: what `change` makes of the original's result."""
+    return stating(invariant, lambda found, *_, **__: change(found))
 
 
 def unreduced(invariant: str) -> Code:

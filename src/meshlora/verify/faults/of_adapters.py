@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -20,18 +20,12 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.run import calibration
-from meshlora.verify.faults.fault import after, around, instead_of, rank, unreduced
+from meshlora.verify.faults.fault import after, around, instead_of, passing, rank, result, unreduced
 from meshlora.verify.features import Feature
 from meshlora.wings.invoked import linear, rows
 from meshlora.wings.starts import eva
 from meshlora.wings.variants import bias_of_b, magnitudes
 from meshlora.wings.variants.magnitudes import Magnitudes
-
-
-@around(initialization, "draw_factors", needs={Feature.RANKS})
-def a_drawn_per_rank(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
-    """a fresh A has the same bits on every rank and topology"""
-    return original(*args, seed=seed + rank(), **rest)  # that of rank 0 stays right
 
 
 @around(attach, "attach", needs={Feature.TP, Feature.ROW_TARGET})
@@ -57,12 +51,6 @@ def b_unequal_on_replicas(factors: dict[str, Tensor], *_: Any, **__: Any) -> dic
 def lora_scale_divided_by_tp(original: Any, self: ParallelLinear, *args: Any, scaling: float) -> None:
     """the LoRA scale does not know tp"""
     original(self, *args, scaling=scaling / self.tp.size)
-
-
-@around(ParallelLinear, "add_adapter", needs={Feature.SCALE})
-def lora_scale_squared(original: Any, self: ParallelLinear, *args: Any, scaling: float) -> None:
-    """the LoRA scale is applied once"""
-    original(self, *args, scaling=scaling * scaling)
 
 
 @around(attach, "attach", needs={Feature.SCALE})
@@ -132,12 +120,6 @@ def row_bias_of_b_of_one_rank(found: Any, plan: ModelPlan, target: Target, part:
     return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}, mean_axes=found.mean_axes | {"tp"})
 
 
-@around(initialization, "draw_factors", needs={Feature.SEED})
-def fresh_seed_ignored(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
-    """a fresh adapter is determined by its seed"""
-    return original(*args, seed=0, **rest)
-
-
 @after(initialization, "draw_factors")
 def fresh_b_not_zero(found: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
     """a fresh adapter is the identity"""
@@ -192,25 +174,27 @@ def invoked_everywhere(ids: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.ones_like(ids, dtype=torch.bool)
 
 
-@after(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.SEVERAL_ROWS})
-def invoked_by_the_neighbours_row(acts: Tensor, *_: Any, **__: Any) -> Tensor:
-    """each row is invoked by its own tokens"""
-    return acts.roll(1, 0)
-
-
-@around(rows, "_occurrences", needs={Feature.INVOKED})
-def invoked_by_the_first_token_alone(original: Any, ids: Tensor, invocation: Sequence[int], *rest: Any) -> Any:
-    """all tokens of the invocation are needed"""
-    return original(ids, invocation[:1], *rest)
-
-
-@around(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.PACKING})
-def invoked_by_the_row_not_the_sequence(original: Any, ids: Tensor, invocation: Any, *_: Any, **__: Any) -> Any:
-    """each sequence of a packed row is invoked by its own tokens"""
-    return original(ids, invocation)
-
-
 @around(linear.ActiveRows, "drop", needs={Feature.INVOKED, Feature.LORA_DROPOUT})
 def invoked_without_dropout(original: Any, self: linear.ActiveRows, x: Tensor) -> Tensor:
     """where an adapter acts, its input has dropout"""
     return x.masked_fill(~self.acts.unsqueeze(1), 0)
+
+
+a_drawn_per_rank = around(initialization, "draw_factors", needs={Feature.RANKS})(  # that of rank 0 stays right
+    passing("a fresh A has the same bits on every rank and topology", seed=lambda seed: seed + rank())
+)
+lora_scale_squared = around(ParallelLinear, "add_adapter", needs={Feature.SCALE})(
+    passing("the LoRA scale is applied once", scaling=lambda scaling: scaling * scaling)
+)
+fresh_seed_ignored = around(initialization, "draw_factors", needs={Feature.SEED})(
+    passing("a fresh adapter is determined by its seed", seed=0)
+)
+invoked_by_the_first_token_alone = around(rows, "_occurrences", needs={Feature.INVOKED})(
+    passing("all tokens of the invocation are needed", invocation=lambda tokens: tokens[:1])
+)
+invoked_by_the_row_not_the_sequence = around(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.PACKING})(
+    passing("each sequence of a packed row is invoked by its own tokens", positions=None, mask=None)
+)
+invoked_by_the_neighbours_row = after(rows, "invoked_tokens", needs={Feature.INVOKED, Feature.SEVERAL_ROWS})(
+    result("each row is invoked by its own tokens", lambda acts: acts.roll(1, 0))
+)

@@ -18,7 +18,7 @@ from meshlora.run.trained import TrainedAdapter
 from meshlora.train import batches, losses
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, instead_of, passing, result
 from meshlora.verify.features import Feature
 from meshlora.wings.packed_rows.by_sequence import PackedMask
 from meshlora_ground.compat import transformers_models
@@ -33,12 +33,6 @@ def _dummy_counted(batch: Batch, sequences: Any) -> Batch:
     return dataclasses.replace(batch, labels=batch.input_ids.clone(), num_trained_tokens=batch.input_ids.numel())
 
 
-@around(batches, "share", needs={Feature.DP})
-def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
-    """each sequence of a global batch is taken by exactly one dp rank"""
-    return original(indices, dp_rank=0, **rest)
-
-
 @after(batches, "collate")
 def labels_not_shifted(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the label of a position is the token after it"""
@@ -47,16 +41,10 @@ def labels_not_shifted(batch: Batch, *_: Any, **__: Any) -> Batch:
     return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
 
 
-@around(sampler, "epoch_order", needs={Feature.STEPS})
-def epochs_in_one_order(original: Any, n: int, *, seed: int, epoch: int) -> Any:
-    """every epoch has an order of its own"""
-    return original(n, seed=seed, epoch=0)
-
-
 @after(*EVALUATION, needs={Feature.MEAN_OVER_TOKENS})
-def evaluation_per_sequence(result: tuple[float, int], self: TrainedAdapter, data: Any) -> tuple[float, int]:
+def evaluation_per_sequence(found: tuple[float, int], self: TrainedAdapter, data: Any) -> tuple[float, int]:
     """the evaluated loss is a mean over tokens"""
-    return result[0] * result[1] / len(data), result[1]  # its sum over tokens, by sequences
+    return found[0] * found[1] / len(data), found[1]  # its sum over tokens, by sequences
 
 
 @after(batches, "collate", needs={Feature.SP})
@@ -110,28 +98,10 @@ def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
         return original(self, data)
 
 
-@around(sampler, "epoch_order", needs={Feature.SEED})
-def sampler_seed_ignored(original: Any, n: int, *, seed: int, epoch: int) -> Any:
-    """the order of the sequences is determined by the run's seed"""
-    return original(n, seed=0, epoch=epoch)
-
-
-@after(sampler, "epoch_order")
-def epoch_in_file_order(order: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
-    """an epoch takes the sequences in a drawn order"""
-    return np.sort(order)  # the same sequences
-
-
 @after(GlobalBatches, "batch", needs={Feature.SHORT_BATCH})
 def batch_filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
     """the last batch of an epoch has the remaining sequences, and none twice"""
     return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
-
-
-@around(objectives, "language_model_losses", needs={Feature.SMOOTHING, Feature.SFT})
-def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -> Any:
-    """the loss is smoothed as configured"""
-    return original(*args, label_smoothing=0.0)
 
 
 @after(batches, "collate", needs={Feature.UNMASKED})
@@ -145,12 +115,6 @@ def padding_at_the_start(batch: Batch, *_: Any, **__: Any) -> Batch:
     ids, mask, labels, tokens = map(moved, (batch.input_ids, batch.attention_mask, batch.labels, batch.tokens))
     columns = {name: moved(column) for name, column in batch.columns.items()}
     return dataclasses.replace(batch, input_ids=ids, attention_mask=mask, labels=labels, tokens=tokens, columns=columns)
-
-
-@around(trainer, "Batching", needs={Feature.PACKING})
-def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, **rest: Any) -> Any:
-    """sequences share rows if packing is configured"""
-    return original(mesh, size, pad_token_id, None, **rest | {"joins": False})  # no length of rows to fill
 
 
 @after(batches, "with_positions", needs={Feature.PACKING})
@@ -206,3 +170,23 @@ def packing_labels_across(joined: Sequence, sequences: AbstractSequence[Sequence
         start += len(sequence.input_ids)
         is_trained[start] = True
     return dataclasses.replace(joined, is_trained=is_trained)
+
+
+accumulation_indices_of_rank_0 = around(batches, "share", needs={Feature.DP})(
+    passing("each sequence of a global batch is taken by exactly one dp rank", dp_rank=0)
+)
+epochs_in_one_order = around(sampler, "epoch_order", needs={Feature.STEPS})(
+    passing("every epoch has an order of its own", epoch=0)
+)
+sampler_seed_ignored = around(sampler, "epoch_order", needs={Feature.SEED})(
+    passing("the order of the sequences is determined by the run's seed", seed=0)
+)
+label_smoothing_ignored = around(objectives, "language_model_losses", needs={Feature.SMOOTHING, Feature.SFT})(
+    passing("the loss is smoothed as configured", label_smoothing=0.0)
+)
+packing_left_out = around(trainer, "Batching", needs={Feature.PACKING})(
+    passing("sequences share rows if packing is configured", row_length=None, joins=False)  # no length of rows to fill
+)
+epoch_in_file_order = after(sampler, "epoch_order")(
+    result("an epoch takes the sequences in a drawn order", np.sort)  # the same sequences
+)

@@ -20,7 +20,7 @@ from meshlora.run.formulas.seen import Sums
 from meshlora.train import batches, gradsync
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
-from meshlora.verify.faults.fault import after, around, instead_of, not_summed, reversed_ranks
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, result, reversed_ranks, stating
 from meshlora.verify.features import Feature
 from meshlora.wings.context import attention_parts, borders, passed_states
 from meshlora.wings.context.attention_parts import Part
@@ -92,18 +92,6 @@ def context_indexer_keys_of_own_tokens(original: Any, self: ContextCache, key: T
 def context_keys_after_own_tokens(self: ContextCache) -> int:
     """an attention whose own mask takes the last rows as those of its queries has no later keys"""
     return self.held.length
-
-
-@instead_of(ContextCache, "get_seq_length", needs={Feature.OFFSET})
-def context_numbers_begin_again(*_: Any) -> int:
-    """an attention that numbers tokens goes on from those of the cp ranks before it"""
-    return 0
-
-
-@instead_of(ContextCache, "get_query_offset", needs={Feature.QUERY_OFFSET})
-def context_bias_of_the_first_queries(*_: Any) -> int:
-    """a bias of keys is by the distance to a rank's own queries"""
-    return 0
 
 
 # --- recurrent mixers
@@ -282,12 +270,6 @@ def context_tokens_of_balance_divided(found: Tensor, self: LoadBalancing, *_: An
     return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])  # the last is the number of tokens
 
 
-@after(RowsOfMask, "parts", needs={Feature.RING})
-def ring_parts_of_own_tokens(result: list[list[Part]], *_: Any, **__: Any) -> list[list[Part]]:
-    """keys that pass by are seen through the mask of their own positions"""
-    return [result[0]] * len(result)  # the first part is of the own keys
-
-
 @instead_of(attention_parts, "_add", needs={Feature.RING})
 def ring_parts_added_up(out: Tensor, lse: Tensor, part: Part, part_out: Tensor, part_lse: Tensor) -> None:
     """parts are merged by the logarithms of their sums of exponentials"""
@@ -316,4 +298,16 @@ context_keys_in_reverse = after(held_tokens, "gather_each_to_each", needs={Featu
 )
 context_gradients_not_summed = after(gradsync, "_parts", needs={Feature.CP})(
     not_summed("cp", "gradients of factors are summed over cp")
+)
+
+# --- other arguments and results
+
+ring_parts_of_own_tokens = after(RowsOfMask, "parts", needs={Feature.RING})(  # the first part is of the own keys
+    result("keys that pass by are seen through the mask of their own positions", lambda parts: [parts[0]] * len(parts))
+)
+context_numbers_begin_again = instead_of(ContextCache, "get_seq_length", needs={Feature.OFFSET})(
+    stating("an attention that numbers tokens goes on from those of the cp ranks before it", lambda *_: 0)
+)
+context_bias_of_the_first_queries = instead_of(ContextCache, "get_query_offset", needs={Feature.QUERY_OFFSET})(
+    stating("a bias of keys is by the distance to a rank's own queries", lambda *_: 0)
 )

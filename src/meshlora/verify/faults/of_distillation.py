@@ -14,26 +14,8 @@ from meshlora.run import objectives
 from meshlora.run.distillation import divergence, teachers
 from meshlora.run.distillation.divergence import DivergenceLoss, Hidden, Likeliest
 from meshlora.run.formulas import distillation
-from meshlora.verify.faults.fault import after, around, configured, instead_of
+from meshlora.verify.faults.fault import after, around, configured, instead_of, stating
 from meshlora.verify.features import Feature
-
-
-@instead_of(teachers, "reference_in_use", needs={Feature.TEACHES_ITSELF})
-def teacher_with_adapter_on(model: Any) -> Any:
-    """the teacher is the frozen policy, not the one that is trained"""
-    return contextlib.nullcontext()
-
-
-@instead_of(teachers, "reference_in_use", needs={Feature.TEACHES_ITSELF, Feature.REFERENCE})
-def teacher_is_base(model: Any) -> Any:
-    """the teacher is the policy that the run starts from, not the base"""
-    return disable_adapter(model)
-
-
-@instead_of(teachers, "with_context", needs={Feature.IN_CONTEXT})
-def context_not_seen(batching: Any) -> Any:
-    """the teacher sees the context"""
-    return replace(batching, only=0)
 
 
 @after(teachers, "_of_model", needs={Feature.RUNNING_TEACHER})
@@ -69,12 +51,6 @@ def gradient_not_tempered(original: Any, self: Any, logits: Tensor, targets: Any
     gradient.mul_(self.objective.temperature)
 
 
-@instead_of(DivergenceLoss, "_summed", needs={Feature.DISTILLED, Feature.TP})
-def divergence_of_own_vocabulary(self: Any, values: Tensor) -> Tensor:
-    """a divergence is summed over the vocabulary of all ranks"""
-    return values
-
-
 @around(DivergenceLoss, "likeliest", needs={Feature.LIKELIEST, Feature.TP})
 def likeliest_of_own_vocabulary(original: Any, self: Any, log_p: Tensor, number: int) -> Likeliest:
     """the likeliest tokens are those of the vocabulary of all ranks"""
@@ -88,15 +64,24 @@ def rest_forgotten(log_p: Tensor) -> Tensor:
     return torch.cat([log_p, torch.full_like(log_p[:, :1], -100.0)], 1)
 
 
-@around(objectives, "distilled", needs={Feature.TOLD})
-def cross_entropy_doubled(original: Any, objective: Any, *seen: Any) -> Any:
-    """the cross-entropy weighs as configured"""
-    return original(replace(objective, cross_entropy=2 * objective.cross_entropy), *seen)
-
-
 mixture_of_equal_shares = around(divergence, "terms", needs={Feature.MIXED})(
     configured("the teacher has its share of the mixture as configured", beta=0.5)
 )
 teacher_is_the_student = around(teachers, "_of_model", needs={Feature.SECOND_MODEL})(
     configured("the teacher is another model", teacher="itself")
+)
+cross_entropy_doubled = around(objectives, "distilled", needs={Feature.TOLD})(
+    configured("the cross-entropy weighs as configured", cross_entropy=lambda objective: 2 * objective.cross_entropy)
+)
+teacher_with_adapter_on = instead_of(teachers, "reference_in_use", needs={Feature.TEACHES_ITSELF})(
+    stating("the teacher is the frozen policy, not the one that is trained", lambda _: contextlib.nullcontext())
+)
+teacher_is_base = instead_of(teachers, "reference_in_use", needs={Feature.TEACHES_ITSELF, Feature.REFERENCE})(
+    stating("the teacher is the policy that the run starts from, not the base", lambda model: disable_adapter(model))
+)
+context_not_seen = instead_of(teachers, "with_context", needs={Feature.IN_CONTEXT})(
+    stating("the teacher sees the context", lambda batching: replace(batching, only=0))
+)
+divergence_of_own_vocabulary = instead_of(DivergenceLoss, "_summed", needs={Feature.DISTILLED, Feature.TP})(
+    stating("a divergence is summed over the vocabulary of all ranks", lambda self, values: values)
 )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from meshlora.layers import linear, noise, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.run import trained, trainer
-from meshlora.verify.faults.fault import after, around, instead_of, rank
+from meshlora.verify.faults.fault import after, around, instead_of, passing, rank
 from meshlora.verify.features import Feature
 from meshlora_ground import masks
 
@@ -29,18 +29,6 @@ def dropout_by_local_token(mask: Mask, *_: Any) -> Mask:
 def dropout_by_local_feature(features: Tensor, *_: Any) -> Tensor:
     """the mask of a split input is indexed by the features of the whole matrix"""
     return torch.arange(len(features))
-
-
-@around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.STEPS})
-def dropout_same_in_every_step(original: Any, seed: int, step: int, module: str) -> Any:
-    """each optimizer step has masks of its own"""
-    return original(seed, 0, module)
-
-
-@around(tokens, "mask_key", needs={Feature.DROPOUT})
-def dropout_same_in_every_module(original: Any, seed: int, step: int, module: str) -> Any:
-    """each module has masks of its own"""
-    return original(seed, step, "")
 
 
 @after(ForwardTokens, "mask", needs={Feature.DROPOUT, Feature.TP})
@@ -82,12 +70,6 @@ def evaluation_ends_dropout(found: Any, model: Any, *_: Any, **__: Any) -> Any:
     return found
 
 
-@around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.SEED})
-def dropout_seed_ignored(original: Any, seed: int, step: int, module: str) -> Any:
-    """masks are determined by the run's seed"""
-    return original(0, step, module)
-
-
 @after(ForwardTokens, "mask", needs={Feature.ODD_DROPOUT})
 def dropout_rate_in_tenths(mask: Mask, *_: Any) -> Mask:
     """the dropout rate of an adapter is the configured one"""
@@ -106,19 +88,24 @@ def noise_drawn_by_each_rank(original: Any, seed: int, step: int) -> Any:
     return original(seed + rank(), step)
 
 
-@around(noise, "noise_key", needs={Feature.NOISE, Feature.STEPS})
-def noise_same_in_every_step(original: Any, seed: int, step: int) -> Any:
-    """each optimizer step has noise of its own"""
-    return original(seed, 0)
-
-
-@around(noise, "noise_key", needs={Feature.NOISE, Feature.SEED})
-def noise_seed_ignored(original: Any, seed: int, step: int) -> Any:
-    """noise is determined by the run's seed"""
-    return original(0, step)
-
-
 @around(noise, "uniform", needs={Feature.NOISE, Feature.OTHER_TOKENS})
 def noise_by_local_token(original: Any, key: int, tokens: Tensor, *rest: Any) -> Any:
     """noise depends on the place in the global batch and the position, not on the row on the rank"""
     return original(key, torch.arange(len(tokens), device=tokens.device), *rest)
+
+
+dropout_same_in_every_step = around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.STEPS})(
+    passing("each optimizer step has masks of its own", step=0)
+)
+dropout_same_in_every_module = around(tokens, "mask_key", needs={Feature.DROPOUT})(
+    passing("each module has masks of its own", module="")
+)
+dropout_seed_ignored = around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.SEED})(
+    passing("masks are determined by the run's seed", seed=0)
+)
+noise_same_in_every_step = around(noise, "noise_key", needs={Feature.NOISE, Feature.STEPS})(
+    passing("each optimizer step has noise of its own", step=0)
+)
+noise_seed_ignored = around(noise, "noise_key", needs={Feature.NOISE, Feature.SEED})(
+    passing("noise is determined by the run's seed", seed=0)
+)

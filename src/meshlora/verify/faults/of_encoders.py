@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from meshlora.model import weights
-from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.fault import after, around, instead_of, stating
 from meshlora.verify.features import Feature
 from meshlora.wings.encoders import feature as encoders
 
@@ -35,14 +35,13 @@ def completions_read_unshifted(inputs: Inputs, *_: Any) -> Inputs:
     return inputs | {"decoder_input_ids": inputs["decoder_input_ids"].roll(-1, 1)}
 
 
-@instead_of(encoders, "copy_one_to_each", needs={Feature.ENCODER, Feature.TP})
-def encoder_states_gradient_not_reduced(states: Tensor, *_: Any) -> Tensor:
-    """the gradient of an encoder's states is the sum over the heads of all tp ranks"""
-    return states
-
-
 @around(weights, "_read_local", needs={Feature.RELATIVE_BIAS})
 def relative_bias_of_other_heads(original: Any, name: str, *rest: Any) -> Tensor:
     """a rank has the relative position bias of its own heads"""
     found: Tensor = original(name, *rest)
     return found.roll(1, 1) if "relative_attention_bias" in name else found
+
+
+encoder_states_gradient_not_reduced = instead_of(encoders, "copy_one_to_each", needs={Feature.ENCODER, Feature.TP})(
+    stating("the gradient of an encoder's states is the sum over the heads of all tp ranks", lambda states, *_: states)
+)

@@ -18,7 +18,7 @@ from meshlora.model import weights
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.train import gradsync
-from meshlora.verify.faults.fault import after, around, instead_of, not_summed, unreduced
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, passing, result, unreduced
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import balance
 from meshlora.wings.experts import module as experts
@@ -142,12 +142,6 @@ def aux_loss_of_local_tokens(original: Any, self: Any, counts: Tensor) -> None:
     self._shares = (own[:-2] / rows).to(self._shares.dtype)
 
 
-@after(LoadBalancing, "term", needs={Feature.AUX_LOSS})
-def aux_loss_left_out(term: Tensor, *_: Any) -> Tensor:
-    """a configured load-balancing loss has a gradient"""
-    return term * 0
-
-
 @around(initialization, "generator_of", needs={Feature.EXPERT_TARGET})
 def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
     """each expert's factors are drawn separately, by its number"""
@@ -161,12 +155,6 @@ def experts_norm_counted_per_rank(found: list[GradPart], factor: Factor, mesh: M
     if not factor.rule.is_expert:
         return found
     return [dataclasses.replace(part, replicas=part.replicas - {"edp"}) for part in found]
-
-
-@around(trainer, "LoadBalancing", needs={Feature.AUX_LOSS})
-def aux_loss_at_default(original: Any, model: Any, *, coef: float) -> Any:
-    """the load-balancing loss weighs as configured"""
-    return original(model, coef=0.001)  # that of most families in transformers
 
 
 experts_first_a_not_summed_over_etp = after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})(
@@ -199,3 +187,11 @@ balance_of_one_micro_batch_counted_locally = instead_of(
     needs={Feature.AUX_LOSS, Feature.ONE_MICRO_BATCH, Feature.OTHER_TOKENS},
     within=(LoadBalancing, "count_here"),
 )(unreduced("the choices of each expert are counted over all ranks, even with a single micro-batch"))
+
+
+aux_loss_at_default = around(trainer, "LoadBalancing", needs={Feature.AUX_LOSS})(
+    passing("the load-balancing loss weighs as configured", coef=0.001)  # that of most families in transformers
+)
+aux_loss_left_out = after(LoadBalancing, "term", needs={Feature.AUX_LOSS})(
+    result("a configured load-balancing loss has a gradient", lambda term: term * 0)
+)

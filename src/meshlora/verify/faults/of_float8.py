@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlora.layers import products
 from meshlora.model import weights
-from meshlora.verify.faults.fault import after, around, fault
+from meshlora.verify.faults.fault import after, around, fault, passing
 from meshlora.verify.features import Feature
 from meshlora.wings.quantized import float8, float8_matrix, float8_stored
 from meshlora.wings.quantized.float8_matrix import Float8, Float8Backward, pack_float8
@@ -28,12 +28,6 @@ def float8_weights_off_by_a_power(packed: Packed, *_: Any, **__: Any) -> Packed:
     scales = packed.scales.clone()
     scales[0, 0] += 1
     return dataclasses.replace(packed, scales=scales)
-
-
-@around(float8, "decoded", needs={Feature.FLOAT8})
-def float8_scale_of_neighbour(original: Any, numbers: Tensor, exponents: Tensor) -> Any:
-    """each block of a token has its own scale"""
-    return original(numbers, exponents.roll(1, -2))
 
 
 # A new list each time the fault is injected.
@@ -130,3 +124,8 @@ def float8_gradients_not_rounded(found: tuple[Tensor, Tensor], g: Tensor) -> tup
 def float8_low_rank_path_rounded(rows: Tensor, *_: Any) -> Tensor:
     """the path through the adapter sees inputs as they are"""
     return float8.round_tokens(rows.flatten(0, -2)).view_as(rows)
+
+
+float8_scale_of_neighbour = around(float8, "decoded", needs={Feature.FLOAT8})(
+    passing("each block of a token has its own scale", exponents=lambda exponents: exponents.roll(1, -2))
+)

@@ -21,7 +21,7 @@ from meshlora.run import objectives, trainer
 from meshlora.run.trainer import Trainer
 from meshlora.train import gradsync
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import after, around, instead_of, not_summed, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, not_summed, passing, without_axis
 from meshlora.verify.features import Feature
 from meshlora.wings.kernels.shared_input import ShareFunction
 from meshlora_ground.topology import size_of_copies
@@ -134,12 +134,6 @@ def clip_before_reduction(original: Any, mesh: Mesh, adapters: Adapters, num_tok
     return original(mesh, adapters, num_tokens)
 
 
-@around(*CLIP)
-def clipping_skipped(original: Any, mesh: Mesh, adapters: Adapters, limits: Limits) -> Any:
-    """gradients are scaled down to the largest norm"""
-    return original(mesh, adapters, [None] * len(limits))
-
-
 @around(adapter_plan, "whole_rule", needs={Feature.SP, Feature.TRAINED})
 def trained_norm_not_summed(original: Any, domain: Domain, *, sp: bool) -> Any:
     """the gradient of a trained norm is summed over the ranks that see different tokens or terms"""
@@ -176,12 +170,6 @@ def prompts_and_padding_counted(objective: Any, batch: Any) -> int:
 def tokens_of_one_rank_reported(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
     """a step reports the trained tokens of all ranks"""
     return torch.tensor(num_tokens, device=totals.device)
-
-
-@around(*CLIP)
-def default_max_grad_norm(original: Any, mesh: Mesh, adapters: Adapters, limits: Limits) -> Any:
-    """gradients are clipped at the configured norm"""
-    return original(mesh, adapters, [1.0] * len(limits))  # as in run files
 
 
 @around(*CLIP)
@@ -230,3 +218,11 @@ def fourth_micro_batch_dropped(original: Any, self: Trainer, number: int, losses
     original(self, number, losses)
     for factor, gradient in zip(factors, before, strict=True):
         factor.parameter.grad = gradient
+
+
+clipping_skipped = around(*CLIP)(
+    passing("gradients are scaled down to the largest norm", max_norms=lambda norms: [None] * len(norms))
+)
+default_max_grad_norm = around(*CLIP)(  # as in run files
+    passing("gradients are clipped at the configured norm", max_norms=lambda norms: [1.0] * len(norms))
+)

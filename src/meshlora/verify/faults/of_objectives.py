@@ -15,7 +15,7 @@ from meshlora.run import heads, trainer
 from meshlora.run.config.aliases import unknown_loss
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, configured, instead_of, unreduced
+from meshlora.verify.faults.fault import after, around, configured, instead_of, passing, stating, unreduced
 from meshlora.verify.faults.formulas import of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.errors import UserError, did_you_mean
@@ -67,12 +67,6 @@ def label_of_next_text(batch: Batch, *_: Any, **__: Any) -> Batch:
     return replace(batch, targets=None if batch.targets is None else batch.targets.roll(1, 0))
 
 
-@instead_of(trainer, "count", needs={Feature.CLASSIFY})
-def classify_per_token(objective: Objective, batch: Batch) -> int:
-    """the loss of texts is a mean over the texts of all ranks"""
-    return batch.num_trained_tokens
-
-
 @around(ModelPlan, "domain_of", needs={Feature.CLASSIFY, Feature.TP})
 def head_gradient_summed_over_tp(original: Any, plan: Any, module: str) -> Any:
     """every tp rank has the whole gradient of the head"""
@@ -85,34 +79,10 @@ def hidden_states_summed_twice(original: Any, cut: Any, x: Tensor, *, terms: boo
     return original(cut, x, terms=True)  # as if ranks had terms of it
 
 
-@of_head(needs={Feature.CLASSIFY_TOKENS})
-def label_of_next_word(original: Any, objective: Any, outputs: Tensor, batch: Batch, point: Any) -> Any:
-    """each word is trained with its own label"""
-    return original(objective, outputs.roll(1, 1), batch, point)
-
-
 @around(heads, "info_nce", needs={Feature.EMBED})
 def embed_gradient_of_others_lost(original: Any, objective: Embed, texts: Tensor) -> Any:
     """a text has the gradient of each comparison with it"""
     return original(objective, torch.cat([texts[:, :1], texts[:, 1:].detach()], 1))  # that of anchors stays
-
-
-@around(heads, "info_nce", needs={Feature.EMBED})
-def embed_without_negatives(original: Any, objective: Embed, texts: Tensor) -> Any:
-    """an anchor is compared with the negatives of all records"""
-    return original(objective, texts[:, :2])
-
-
-@around(heads, "embeddings", needs={Feature.EMBED, Feature.POOLS_TO_THE_END})
-def embed_padding_pooled(original: Any, objective: Embed, hidden: Tensor, mask: Tensor) -> Tensor:
-    """the padding is no part of an embedding"""
-    return original(objective, hidden, torch.ones_like(mask))
-
-
-@around(heads, "embeddings", needs={Feature.EMBED})
-def embed_normalized_the_other_way(original: Any, objective: Embed, hidden: Tensor, mask: Tensor) -> Tensor:
-    """embeddings are normalized as configured"""
-    return original(replace(objective, normalize=not objective.normalize), hidden, mask)
 
 
 @instead_of(heads, "places_of", needs={Feature.EMBED})
@@ -126,4 +96,19 @@ embed_temperature_at_default = around(heads, "info_nce", needs={Feature.EMBED})(
 )
 embed_texts_of_own_rank = instead_of(heads, "all_reduce_sum", needs={Feature.EMBED, Feature.DP})(
     unreduced("a text is compared with those of all ranks")
+)
+embed_without_negatives = around(heads, "info_nce", needs={Feature.EMBED})(
+    passing("an anchor is compared with the negatives of all records", texts=lambda texts: texts[:, :2])
+)
+embed_padding_pooled = around(heads, "embeddings", needs={Feature.EMBED, Feature.POOLS_TO_THE_END})(
+    passing("the padding is no part of an embedding", mask=torch.ones_like)
+)
+embed_normalized_the_other_way = around(heads, "embeddings", needs={Feature.EMBED})(
+    configured("embeddings are normalized as configured", normalize=lambda objective: not objective.normalize)
+)
+label_of_next_word = of_head(needs={Feature.CLASSIFY_TOKENS})(
+    passing("each word is trained with its own label", outputs=lambda outputs: outputs.roll(1, 1))
+)
+classify_per_token = instead_of(trainer, "count", needs={Feature.CLASSIFY})(
+    stating("the loss of texts is a mean over the texts of all ranks", lambda _, batch: batch.num_trained_tokens)
 )

@@ -20,7 +20,7 @@ from meshlora.run.lora_fa import LoraFA
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import after, around, instead_of, stating
+from meshlora.verify.faults.fault import after, around, instead_of, passing, result, stating
 from meshlora.verify.features import Feature
 
 Groups = list[dict[str, Any]]
@@ -94,12 +94,6 @@ def bias_correction_runs_ahead(found: Any, self: TrainedAdapter, *_: Any, **__: 
     return found
 
 
-@instead_of(trained, "learning_rate", needs={Feature.STEPS})
-def learning_rate_constant(step: int, *, options: Any, steps: int) -> float:
-    """the learning rate follows its schedule"""
-    return options.lr
-
-
 @around(trained, "learning_rate", needs={Feature.STEPS, Feature.OTHER_SCHEDULE})
 def schedule_taken_for_linear(original: Any, step: int, *, options: Any, steps: int) -> Any:
     """the learning rate has the course that is asked for, a line or another"""
@@ -113,22 +107,10 @@ def schedule_to_zero(original: Any, step: int, *, options: Any, steps: int) -> A
     return original(step, options=replace(options, min_lr=0.0), steps=steps)
 
 
-@around(trained, "learning_rate", needs={Feature.STEPS})
-def learning_rate_one_step_late(original: Any, step: int, **rest: Any) -> Any:
-    """step n has the learning rate of step n"""
-    return original(max(0, step - 1), **rest)
-
-
 @around(trained, "parameter_groups", needs={Feature.TRAINED, Feature.DIGITS})
 def norms_not_decayed(original: Any, model: Any, options: Any) -> Any:
     """biases and norms decay as configured"""
     return original(model, replace(options, decay_biases_and_norms=not options.decay_biases_and_norms))
-
-
-@after(trained, "parameter_groups", needs={Feature.LORA_PLUS})
-def lora_plus_ratio_ignored(groups: Groups, *_: Any) -> Groups:
-    """with LoRA+ B learns faster than A"""
-    return [{**group, "times_lr": 1.0} for group in groups]
 
 
 @around(trained, "parameter_groups", needs={Feature.LORA_PLUS, Feature.EMBEDDING_TARGET})
@@ -175,3 +157,14 @@ def small_by_the_part(_: bool, self: AdamW8bit, name: str) -> bool:
     """whether moments have 8 bits depends on the size of the whole factor"""
     (factor,) = (factor for factor in self.factors.values() if factor.name == name)
     return factor.parameter.numel() < self.least
+
+
+learning_rate_one_step_late = around(trained, "learning_rate", needs={Feature.STEPS})(
+    passing("step n has the learning rate of step n", step=lambda step: max(0, step - 1))
+)
+lora_plus_ratio_ignored = after(trained, "parameter_groups", needs={Feature.LORA_PLUS})(
+    result("with LoRA+ B learns faster than A", lambda groups: [{**group, "times_lr": 1.0} for group in groups])
+)
+learning_rate_constant = instead_of(trained, "learning_rate", needs={Feature.STEPS})(
+    stating("the learning rate follows its schedule", lambda step, *, options, steps: options.lr)
+)

@@ -16,7 +16,7 @@ from meshlora.run.formulas import policies
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, configured, instead_of, unreduced
+from meshlora.verify.faults.fault import after, around, configured, instead_of, passing, result, stating, unreduced
 from meshlora.verify.faults.formulas import of_formula
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import routing
@@ -58,22 +58,10 @@ def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> An
     return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
 
 
-@of_formula(needs={Feature.POLICY_GRADIENT, Feature.BASE})
-def policy_kl_doubled(original: Any, objective: Policy, seen: Any) -> Any:
-    """the divergence from the base weighs as configured"""
-    return original(replace(objective, kl_coef=2 * objective.kl_coef), seen)
-
-
 @after(batches, "collate", needs={Feature.POLICY_GRADIENT})
 def policy_old_log_probs_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the ratio of a token is to the old probability of that token"""
     return replace(batch, columns={**batch.columns, "old_log_prob": batch.columns["old_log_prob"].roll(1, 1)})
-
-
-@after(policies, "log_ratio", needs={Feature.POLICY_GRADIENT})
-def policy_ratio_upside_down(found: Tensor, *_: Any) -> Tensor:
-    """the ratio is of the new probability to the old one"""
-    return -found
 
 
 @after(batches, "collate", needs={Feature.POLICY_GRADIENT})
@@ -81,18 +69,6 @@ def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the ratio is to the trainer's own old probability, not the engine's"""
     engine, old = (batch.columns[name] for name in ("engine_log_prob", "old_log_prob"))
     return replace(batch, columns={**batch.columns, "old_log_prob": torch.where(engine.isnan(), old, engine)})
-
-
-@around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_upside_down(original: Any, objective: Any, gap: Tensor) -> Any:
-    """the weight that corrects for the engine is of the trainer's probability to the engine's"""
-    return original(objective, -gap)
-
-
-@after(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_not_corrected_for(found: Tensor, *_: Any) -> Tensor:
-    """tokens are weighted for the engine that sampled them"""
-    return torch.ones_like(found)
 
 
 @after(policies, "log_ratio", needs={Feature.SEQUENCE_RATIO})
@@ -105,12 +81,6 @@ def sequence_ratio_not_normalised(found: Tensor, objective: Any, old: Tensor, se
 def sequence_length_counts_the_prompt(seen: Any) -> Tensor:
     """the length of a sequence is that of its completion"""
     return torch.full_like(seen.is_trained[:, :1], seen.is_trained.shape[1], dtype=torch.int64)
-
-
-@instead_of(trainer, "count", needs={Feature.POLICY_GRADIENT, Feature.EXAMPLES})
-def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
-    """a mean over sequences is one over those of all ranks"""
-    return batch.num_trained_tokens
 
 
 @instead_of(policies, "is_kept", needs={Feature.OFF_POLICY_MASK})
@@ -161,12 +131,6 @@ def certain_tokens_chosen(original: Any, seen: Any) -> tuple[Tensor, Tensor]:
     return 1 - found, (1 - found) / (1 - seen.point[1])
 
 
-@around(entropies, "least_kept", needs={Feature.TOP_ENTROPY})
-def share_of_least_entropy(original: Any, entropies: Tensor, share: float) -> Any:
-    """the share is of the tokens that are trained"""
-    return original(entropies, 1 - share)
-
-
 @around(policies, "surrogate", needs={Feature.SAPO})
 def sapo_temperatures_exchanged(original: Any, objective: Any, *seen: Tensor) -> Any:
     """each sign of the advantage has its temperature"""
@@ -194,47 +158,11 @@ def vespo_at_default(original: Any, objective: Any, *seen: Any) -> Any:
     return original(type(objective)(loss="vespo"), *seen)
 
 
-@around(policies, "sequence_weight", needs={Feature.VESPO})
-def vespo_not_corrected_for_the_engine(original: Any, objective: Any, ratio: Tensor, weight: Tensor, seen: Any) -> Any:
-    """the weight of a sequence is corrected for the engine"""
-    return original(objective, ratio, torch.ones_like(weight), seen)
-
-
 @around(policies, "surrogate", needs={Feature.CISPO})
 def cispo_weight_with_gradient(original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> Any:
     """the clipped ratio is a weight without gradient"""
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     return clipped * advantage * log_p, clipped != ratio
-
-
-@of_formula(needs={Feature.ENTROPY})
-def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
-    """the entropy is raised, not lowered"""
-    return original(objective, replace(seen, score=-seen.score))
-
-
-@of_formula(needs={Feature.ENTROPY})
-def entropy_coef_halved(original: Any, objective: Any, seen: Any) -> Any:
-    """the entropy weighs as configured"""
-    return original(replace(objective, entropy_coef=objective.entropy_coef / 2), seen)
-
-
-@around(advantages, "group_advantages", needs={Feature.GRPO})
-def grpo_advantage_of_another_group(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
-    """a rollout is compared with those of its own group"""
-    return original(objective, rewards, np.roll(groups, 1))
-
-
-@around(advantages, "group_advantages", needs={Feature.GRPO})
-def grpo_reward_of_another_completion(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
-    """each completion has its own reward"""
-    return original(objective, np.roll(rewards, 1), groups)
-
-
-@after(advantages, "group_advantages", needs={Feature.GRPO})
-def grpo_advantage_of_next_record(found: Any, *_: Any) -> Any:
-    """each completion has its own advantage"""
-    return np.roll(found, 1)
 
 
 @around(advantages, "group_advantages", needs={Feature.GRPO})
@@ -318,4 +246,43 @@ grpo_scaled_by_default = around(advantages, "group_advantages", needs={Feature.S
 )
 entropies_of_one_rank = instead_of(entropies, "all_reduce_sum", needs={Feature.TOP_ENTROPY, Feature.DP})(
     unreduced("tokens are chosen among those of all ranks")
+)
+
+# --- other arguments and results
+
+policy_kl_doubled = of_formula(needs={Feature.POLICY_GRADIENT, Feature.BASE})(
+    configured("the divergence from the base weighs as configured", kl_coef=lambda objective: 2 * objective.kl_coef)
+)
+share_of_least_entropy = around(entropies, "least_kept", needs={Feature.TOP_ENTROPY})(
+    passing("the share is of the tokens that are trained", share=lambda share: 1 - share)
+)
+vespo_not_corrected_for_the_engine = around(policies, "sequence_weight", needs={Feature.VESPO})(
+    passing("the weight of a sequence is corrected for the engine", weight=torch.ones_like)
+)
+entropy_coef_halved = of_formula(needs={Feature.ENTROPY})(
+    configured("the entropy weighs as configured", entropy_coef=lambda objective: objective.entropy_coef / 2)
+)
+entropy_punished = of_formula(needs={Feature.ENTROPY})(
+    passing("the entropy is raised, not lowered", seen=lambda seen: replace(seen, score=-seen.score))
+)
+grpo_advantage_of_another_group = around(advantages, "group_advantages", needs={Feature.GRPO})(
+    passing("a rollout is compared with those of its own group", groups=lambda groups: np.roll(groups, 1))
+)
+grpo_reward_of_another_completion = around(advantages, "group_advantages", needs={Feature.GRPO})(
+    passing("each completion has its own reward", rewards=lambda rewards: np.roll(rewards, 1))
+)
+engine_weight_upside_down = around(policies, "importance", needs={Feature.IMPORTANCE})(
+    passing("the weight that corrects for the engine is of the trainer's probability to the engine's", gap=torch.neg)
+)
+policy_ratio_upside_down = after(policies, "log_ratio", needs={Feature.POLICY_GRADIENT})(
+    result("the ratio is of the new probability to the old one", torch.neg)
+)
+engine_not_corrected_for = after(policies, "importance", needs={Feature.IMPORTANCE})(
+    result("tokens are weighted for the engine that sampled them", torch.ones_like)
+)
+grpo_advantage_of_next_record = after(advantages, "group_advantages", needs={Feature.GRPO})(
+    result("each completion has its own advantage", lambda found: np.roll(found, 1))
+)
+sequence_means_per_token = instead_of(trainer, "count", needs={Feature.POLICY_GRADIENT, Feature.EXAMPLES})(
+    stating("a mean over sequences is one over those of all ranks", lambda _, batch: batch.num_trained_tokens)
 )

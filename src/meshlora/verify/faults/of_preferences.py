@@ -17,7 +17,7 @@ from meshlora.run.formulas import pairs, preferences
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
-from meshlora.verify.faults.fault import after, around, configured, instead_of, stating, unreduced
+from meshlora.verify.faults.fault import after, around, configured, instead_of, passing, result, stating, unreduced
 from meshlora.verify.faults.formulas import of_formula, of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.objective import Objective, Sft
@@ -53,28 +53,10 @@ def dpo_pairs_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
     return replace(batch, input_ids=ids, attention_mask=mask, labels=labels)
 
 
-@instead_of(trainer, "count", needs={Feature.DPO})
-def dpo_per_token(objective: Objective, batch: Batch) -> int:
-    """the loss of pairs is a mean over the pairs of all ranks"""
-    return batch.num_trained_tokens
-
-
 @after(pairs.Pairs, "of", needs={Feature.BY_LENGTH})
 def answer_length_counts_the_prompt(found: Any, objective: Dpo, seen: Any) -> Any:
     """the length of an answer is that of its trained tokens"""
     return replace(found, length=torch.full_like(found.length, seen.is_trained.shape[1]))
-
-
-@after(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})
-def longer_answer_counts_whole(found: Tensor, *_: Any) -> Tensor:
-    """the end of the longer answer of a pair is weighted"""
-    return torch.ones_like(found)
-
-
-@around(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})
-def shorter_answer_of_the_next_pair(original: Any, objective: Dpo, is_trained: Tensor) -> Any:
-    """lengths are compared within a pair"""
-    return original(objective, is_trained.roll(1, 0))
 
 
 @around(pairs, "score", needs={Feature.F_DIVERGENCE})
@@ -124,18 +106,6 @@ def dft_without_weight(original: Any, objective: Sft, seen: Any) -> Any:
     return -seen.log_p, {}
 
 
-@after(preferences, "log_odds", needs={Feature.ORPO})
-def orpo_odds_upside_down(found: Tensor, *_: Any) -> Tensor:
-    """the odds of the better answer are to exceed those of the worse"""
-    return -found
-
-
-@instead_of(preferences, "log_odds", needs={Feature.ORPO})
-def orpo_odds_of_probabilities(log_p: Tensor) -> Tensor:
-    """odds are p / (1 - p)"""
-    return log_p
-
-
 @of_formula(needs={Feature.ORPO})
 def orpo_without_likelihood(original: Any, objective: Orpo, seen: Any) -> Any:
     """the better answer is trained as text too"""
@@ -172,24 +142,6 @@ def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
     """desirable and undesirable answers have their own weights"""
     liked, disliked = objective.desirable_weight, objective.undesirable_weight
     return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
-
-
-@after(objectives, "gained", needs={Feature.KTO_POINT})
-def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
-    """rewards are compared with the divergence of the policy from the base"""
-    return -found
-
-
-@after(preferences, "margins", needs={Feature.REWARD})
-def reward_margin_added(found: Tensor, *_: Any) -> Tensor:
-    """the better answer is to lead by its margin"""
-    return -found
-
-
-@after(preferences, "margins", needs={Feature.REWARD})
-def reward_margin_of_next_pair(found: Tensor, *_: Any) -> Tensor:
-    """each pair has its own margin"""
-    return found.roll(1)
 
 
 @of_head(needs={Feature.REWARD})
@@ -265,4 +217,31 @@ pairs_ordered_on_one_rank = instead_of(ordered_pairs, "all_reduce_sum", needs={F
 )
 kto_point_of_one_rank = instead_of(objectives, "all_reduce_sum", needs={Feature.KTO_POINT, Feature.DP})(
     unreduced("rewards are compared with the divergence over the sequences of all ranks")
+)
+
+# --- other arguments and results
+
+shorter_answer_of_the_next_pair = around(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})(
+    passing("lengths are compared within a pair", is_trained=lambda is_trained: is_trained.roll(1, 0))
+)
+orpo_odds_upside_down = after(preferences, "log_odds", needs={Feature.ORPO})(
+    result("the odds of the better answer are to exceed those of the worse", torch.neg)
+)
+kto_point_of_base_from_policy = after(objectives, "gained", needs={Feature.KTO_POINT})(
+    result("rewards are compared with the divergence of the policy from the base", torch.neg)
+)
+reward_margin_added = after(preferences, "margins", needs={Feature.REWARD})(
+    result("the better answer is to lead by its margin", torch.neg)
+)
+reward_margin_of_next_pair = after(preferences, "margins", needs={Feature.REWARD})(
+    result("each pair has its own margin", lambda found: found.roll(1))
+)
+longer_answer_counts_whole = after(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})(
+    result("the end of the longer answer of a pair is weighted", torch.ones_like)
+)
+dpo_per_token = instead_of(trainer, "count", needs={Feature.DPO})(
+    stating("the loss of pairs is a mean over the pairs of all ranks", lambda _, batch: batch.num_trained_tokens)
+)
+orpo_odds_of_probabilities = instead_of(preferences, "log_odds", needs={Feature.ORPO})(
+    stating("odds are p / (1 - p)", lambda log_p: log_p)
 )

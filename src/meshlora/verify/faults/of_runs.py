@@ -17,7 +17,7 @@ from meshlora.run.checkpoint.resuming import FOLDER
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.train import gradsync
-from meshlora.verify.faults.fault import after, around, fault, instead_of
+from meshlora.verify.faults.fault import after, around, fault, instead_of, passing
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import module as experts
 from meshlora.wings.variants import magnitudes
@@ -97,12 +97,6 @@ def adapters_divided_by_tokens_of_all(original: Any, *of: Any, scales: Tensor) -
     return original(*of, scales=(1 / (1 / scales).sum()).expand_as(scales))  # a scale is one over a count
 
 
-@around(trainer, "clip_gradients_on_device", needs={Feature.ADAPTERS})
-def adapters_clipped_as_the_next(original: Any, mesh: Any, adapters: Any, limits: Any) -> Any:
-    """each adapter is clipped to a norm of its own"""
-    return original(mesh, adapters, [*limits[1:], *limits[:1]])
-
-
 @around(Trainer, "train_step", needs={Feature.ADAPTERS})
 def adapters_gradients_kept(original: Any, self: Trainer, adapters: Any) -> Any:
     """a step begins without the gradients of the last one"""
@@ -136,3 +130,8 @@ def adapters_exchanged_at_experts(found: Tensor, parts: Any, names: Any) -> Tens
 def adapters_scaled_by_the_norm_of_the_first(original: Any, leaf: Any, _: str) -> Any:
     """each adapter's rows are scaled by magnitudes over norms of its own"""
     return original(leaf, next(iter(leaf.scaling)))
+
+
+adapters_clipped_as_the_next = around(trainer, "clip_gradients_on_device", needs={Feature.ADAPTERS})(
+    passing("each adapter is clipped to a norm of its own", max_norms=lambda norms: [*norms[1:], *norms[:1]])
+)

@@ -17,7 +17,7 @@ from meshlora.layers.adapted import Placement
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model import dp_shard, regions, weights
 from meshlora.plan.layout import Layout, Piece
-from meshlora.verify.faults.fault import after, around, fault
+from meshlora.verify.faults.fault import after, around, configured, fault, passing
 from meshlora.verify.features import Feature
 from meshlora.wings.quantized import keep_packed, quantized
 from meshlora.wings.quantized.kinds import FACTOR_BYTES, WITH_ZEROS
@@ -120,12 +120,6 @@ def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int)
     return original(self, rank=rank, size=size)
 
 
-@around(regions, "_cut_arguments", needs={Feature.SLICED})
-def heads_of_rank_0_in_arguments(original: Any, module: Any, of: Any, tp: Axis) -> Any:
-    """each rank sees its own heads of an argument with a heads dim"""
-    return original(module, of, dataclasses.replace(tp, rank=0))
-
-
 @around(weights, "_read_local", needs={Feature.TP, Feature.WIDE_NORM})
 def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """tp rank i holds the i-th slice of the weight of a norm over a split width"""
@@ -221,12 +215,6 @@ def nvfp4_scale_as_exponent(original: Any, self: Form, scales: Tensor) -> Tensor
     return own / scales[..., :-4].view(torch.float8_e4m3fn).float() * quantized.numbers_of_scales(scales[..., :-4])
 
 
-@around(Form, "numbers", needs={Feature.NVFP4})
-def nvfp4_factor_divides(original: Any, self: Form, scales: Tensor) -> Tensor:
-    """a factor that multiplies is not divided by"""
-    return original(dataclasses.replace(self, divides=not self.divides), scales)
-
-
 @after(weights, "read_packed", needs={Feature.NVFP4, Feature.EXPERTS})
 def nvfp4_factor_of_another_expert(packed: Packed, *_: Any, **__: Any) -> Packed:
     """each expert has the factor of its own matrix"""
@@ -289,3 +277,11 @@ def dp_shard_of_another_layer(original: Any, model: Any, unit: str, plan: Any, m
                 first = mesh.data.rank * -(-len(parameter) // mesh.data.size)  # shards are of rows, rounded up
                 parameter[first : first + len(part)] = part
     original(model, unit, plan, mesh)
+
+
+heads_of_rank_0_in_arguments = around(regions, "_cut_arguments", needs={Feature.SLICED})(
+    passing("each rank sees its own heads of an argument with a heads dim", tp=lambda t: dataclasses.replace(t, rank=0))
+)
+nvfp4_factor_divides = around(Form, "numbers", needs={Feature.NVFP4})(
+    configured("a factor that multiplies is not divided by", divides=lambda form: not form.divides)
+)

@@ -17,7 +17,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.run import step_sums
 from meshlora.run.trainer import Trainer
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import after, around
+from meshlora.verify.faults.fault import after, around, passing, result
 from meshlora.verify.faults.of_gradients import CLIP
 from meshlora.verify.faults.of_images import of_vision
 from meshlora.verify.features import Feature
@@ -25,12 +25,6 @@ from meshlora.wings.stages import hold as stages
 from meshlora_ground.further_inputs import TOKEN_TYPES
 
 BACK = (messages._TakeOver, "backward")
-
-
-@around(stages, "hand_on", needs={Feature.PP})
-def stream_of_other_tokens_sent(original: Any, x: Tensor, *channels: Any) -> Any:
-    """a stage sends the residual stream of the micro-batch, in its order"""
-    return original(x.flip(0, 1), *channels)  # of one sequence the order of its tokens
 
 
 @around(*BACK, needs={Feature.PP})
@@ -51,18 +45,6 @@ def stage_gradient_of_first_micro_batch_alone(original: Any, gradient: Tensor, c
     number = channel.outbox.number = getattr(channel.outbox, "number", 0) + 1
     # Sent all the same: the other stage waits.
     original(gradient if number == 1 else torch.zeros_like(gradient), channel)
-
-
-@after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})
-def second_input_of_other_tokens_sent(found: Tensor, *_: Any) -> Tensor:
-    """a layer of a later stage has the second input of its tokens"""
-    return found.flip(0, 1)
-
-
-@after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})
-def second_input_gradient_not_sent(found: Tensor, *_: Any) -> Tensor:
-    """the second inputs of a later stage's layers have the gradients of that stage"""
-    return found.detach()
 
 
 @around(*CLIP, needs={Feature.PP})
@@ -124,3 +106,14 @@ def vision_gradients_of_the_first_stage_lost(factors: list[Factor], self: Traine
     for grad in of_vision(self, factors):
         grad.zero_()
     return factors
+
+
+stream_of_other_tokens_sent = around(stages, "hand_on", needs={Feature.PP})(  # of one sequence the order of its tokens
+    passing("a stage sends the residual stream of the micro-batch, in its order", x=lambda x: x.flip(0, 1))
+)
+second_input_of_other_tokens_sent = after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})(
+    result("a layer of a later stage has the second input of its tokens", lambda found: found.flip(0, 1))
+)
+second_input_gradient_not_sent = after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})(
+    result("the second inputs of a later stage's layers have the gradients of that stage", torch.detach)
+)

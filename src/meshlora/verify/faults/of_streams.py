@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from meshlora.layers.adapted import Placement
 from meshlora.model import weights
 from meshlora.model.regions import TokenCut
-from meshlora.verify.faults.fault import after, around
+from meshlora.verify.faults.fault import after, around, passing, result
 from meshlora.verify.faults.of_shards import next_rank
 from meshlora.verify.features import Feature
 from meshlora.wings.mixers import block_states
@@ -22,29 +23,11 @@ def streams_reversed_after_the_layers(found: Tensor, self: TokenCut, x: Tensor, 
     return found.flip(2) if found.ndim > 3 else found
 
 
-@around(block_states, "_with", needs={Feature.BLOCK_STATES})
-def block_states_without_gradient(original: Any, states: Tensor, stream: Tensor) -> Any:
-    """a stream that is put aside has the gradients of all layers that read it"""
-    return original(states, stream.detach())
-
-
-@around(block_states, "_with", needs={Feature.BLOCK_STATES, Feature.SP})
-def block_states_of_other_tokens(original: Any, states: Tensor, stream: Tensor) -> Any:
-    """a layer reads of each token what that token's stream was"""
-    return original(states, stream.flip(1))
-
-
 # The first state is what the first layer takes, without a gradient: of a twin, two stages hand on no other.
 @after(BlockStates, "given", needs={Feature.BLOCK_STATES, Feature.INTERLEAVE})
 def sent_block_states_without_gradient(found: Tensor, *_: Any) -> Tensor:
     """states of earlier blocks have the gradients of later stages"""
     return found.detach()
-
-
-@after(BlockStates, "given", needs={Feature.BLOCK_STATES, Feature.PP})
-def sent_block_states_of_other_tokens(found: Tensor, *_: Any) -> Tensor:
-    """a stage hands on of each token what its stream was"""
-    return found.flip(1)
 
 
 @around(TokenCut, "cut", needs={Feature.SP, Feature.HASH_ROUTER})
@@ -63,3 +46,14 @@ def output_groups_of_another_rank(original: Any, name: str, placement: Placement
 def sinks_of_another_rank(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """a rank has the attention sinks of its own heads"""
     return original(name, placement, source, next_rank(mesh) if name.endswith(".sinks") else mesh)
+
+
+block_states_of_other_tokens = around(block_states, "_with", needs={Feature.BLOCK_STATES, Feature.SP})(
+    passing("a layer reads of each token what that token's stream was", stream=lambda stream: stream.flip(1))
+)
+block_states_without_gradient = around(block_states, "_with", needs={Feature.BLOCK_STATES})(
+    passing("a stream that is put aside has the gradients of all layers that read it", stream=torch.detach)
+)
+sent_block_states_of_other_tokens = after(BlockStates, "given", needs={Feature.BLOCK_STATES, Feature.PP})(
+    result("a stage hands on of each token what its stream was", lambda found: found.flip(1))
+)

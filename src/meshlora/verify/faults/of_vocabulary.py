@@ -18,7 +18,7 @@ from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelHead
 from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.plan.grads import Side
-from meshlora.verify.faults.fault import after, around, instead_of, reversed_ranks, unreduced, without_axis
+from meshlora.verify.faults.fault import after, around, instead_of, reversed_ranks, stating, unreduced, without_axis
 from meshlora.verify.features import Feature
 
 LOSS = (vocabulary.ChunkLoss, "__call__")
@@ -65,12 +65,6 @@ def tied_head_keeps_rows_of_base(original: Any, self: ParallelHead, adapter: str
     """a tied head has the rows that the embedding has in place of the base's"""
 
 
-@instead_of(attach, "_under_other_names", needs={Feature.TIED_COPY})
-def tied_head_keeps_weight_of_base(model: Any, planned: Any, copies: Any) -> dict[str, Any]:
-    """the copy of an embedding is the head's too, where `ensure_weight_tying` says so"""
-    return {}
-
-
 @around(vocabulary.ChunkLoss, "targets", needs={Feature.TP, Feature.LABELS})
 def labels_of_another_rank(original: Any, self: Any, *seen: Any) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
@@ -104,4 +98,7 @@ embedding_not_reduced = instead_of(embedding, "reduce_each_to_one", needs={Featu
 )
 logits_gathered_in_another_order = after(linear, "gather_each_to_one", needs={Feature.TP})(
     reversed_ranks("logits are gathered in the order of the tp ranks")
+)
+tied_head_keeps_weight_of_base = instead_of(attach, "_under_other_names", needs={Feature.TIED_COPY})(
+    stating("the copy of an embedding is the head's too, where `ensure_weight_tying` says so", lambda *_: {})
 )
