@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import AdaLoraConfig, IA3Config, LoraConfig
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 from transformers.integrations import PeftAdapterMixin
 
@@ -29,6 +30,12 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _logits(model: Any) -> torch.Tensor:
     with torch.no_grad(), meshlora.lift():
         return model(input_ids=IDS).logits  # type: ignore[no-any-return]
+
+
+def _active(theirs: Any) -> list[str]:
+    """What transformers' `active_adapters` reads, which 5.24 has of a PEFT alone that is not there yet (0.22)."""
+    layer = next(one for one in theirs.modules() if isinstance(one, LoraLayer))
+    return [layer.active_adapter] if isinstance(layer.active_adapter, str) else layer.active_adapter
 
 
 def _trained(model: Any, ends: str = "") -> list[str]:
@@ -53,12 +60,12 @@ def test_load_adapter_makes_it_active_as_that_of_transformers(twin: Path, tmp_pa
         model.load_adapter(str(twin / "adapter"))
     assert torch.allclose(_logits(ours), _logits(theirs), rtol=1e-9, atol=1e-12)
     assert (_logits(ours) - base).abs().max() > 1e-3
-    assert ours.active_adapters() == theirs.active_adapters() == ["default"]
+    assert ours.active_adapters() == _active(theirs) == ["default"]
     assert ours.training == theirs.training == bool(_trained(ours))
     for model in (theirs, ours):
         model.load_adapter(str(tmp_path / "other"), adapter_name="more", is_trainable=True)
     assert torch.allclose(_logits(ours), _logits(theirs), rtol=1e-9, atol=1e-12)
-    assert ours.active_adapters() == theirs.active_adapters() == ["more"]
+    assert ours.active_adapters() == _active(theirs) == ["more"]
     assert _trained(ours) == _trained(ours, ".more") != []
 
 
