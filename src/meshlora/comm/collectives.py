@@ -44,8 +44,7 @@ def all_reduce_sum(tensor: Tensor, axis: Axis) -> Tensor:
     """Sum over the ranks of `axis`, out of place and without a gradient."""
     if axis.size == 1:
         return tensor
-    result: Tensor = _together("all_reduce", direct.all_reduce_apart, _all_reduce_apart, axis, tensor)
-    return result
+    return _together("all_reduce", direct.all_reduce_apart, _all_reduce_apart, axis, tensor)
 
 
 def _all_reduce_apart(tensor: Tensor, *, group: Any) -> Tensor:

@@ -79,8 +79,7 @@ def hand_on(x: Tensor, there: Axis | None, back: Axis | None) -> Tensor:
     Each side of `hand_on` and `take_over` calls it once for each of the same tensors, and so their backwards.
     """
     assert there is not None
-    found: Tensor = _HandOn.apply(x, _signal(x), there, back)
-    return found
+    return _HandOn.apply(x, _signal(x), there, back)
 
 
 class _TakeOver(Function):
@@ -98,8 +97,7 @@ class _TakeOver(Function):
 def take_over(like: Tensor, there: Axis | None, back: Axis | None) -> Tensor:
     """The other side of `hand_on`. forward: receive a tensor like `like` over `there`; backward: send its gradient."""
     assert there is not None
-    found: Tensor = _TakeOver.apply(_signal(like), like.detach(), there, back)
-    return found
+    return _TakeOver.apply(_signal(like), like.detach(), there, back)
 
 
 def _signal(x: Tensor) -> Tensor:

@@ -137,8 +137,7 @@ class _PackedLinear(Function):
 def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> Tensor:
     """`y = x W^T + b` of a frozen W, packed or not."""
     if isinstance(weight, FewBits):
-        y: Tensor = _PackedLinear.apply(x, weight, bias)
-        return y
+        return _PackedLinear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -78,8 +78,7 @@ def once(name: str, compute: Callable[[], _Result]) -> _Result:
         with apart():
             return compute()
 
-    result: _Result = rule(name, as_one)
-    return result
+    return rule(name, as_one)
 
 
 @contextlib.contextmanager

@@ -287,8 +287,7 @@ def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[S
 
     def value(key: str) -> Tensor:
         with open_safetensors(tensors[key].file) as file:
-            found: Tensor = file.get_tensor(key)
-            return found
+            return file.get_tensor(key)
 
     found, spent = dict(tensors), set[str]()
     for feature in features():

@@ -237,8 +237,7 @@ def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: torch takes signed seeds
         transformers_models.initialize(model, module)
-    found: Tensor = getattr(module, leaf).detach()
-    return found
+    return getattr(module, leaf).detach()
 
 
 def check_finite(value: Tensor, name: str, source: Source) -> None:

@@ -46,8 +46,7 @@ class AdapterFile:
 
     def get_tensor(self, key: str) -> Tensor:
         """As of a safetensors file."""
-        tensor: Tensor = self._opened.get_tensor(self.names[key])
-        return tensor
+        return self._opened.get_tensor(self.names[key])
 
 
 @contextlib.contextmanager

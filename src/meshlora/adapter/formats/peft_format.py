@@ -331,8 +331,7 @@ def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) 
         values["base_model_name_or_path"] = name or None
     values["inference_mode"] = True  # as PEFT saves it: whoever loads it trains only if asked to
     values["task_type"] = task
-    found: dict[str, Any] = json.loads(json.dumps(_plain(values)))  # tuples as the lists that a file has
-    return found
+    return json.loads(json.dumps(_plain(values)))  # tuples as the lists that a file has
 
 
 def _plain(value: Any) -> Any:

@@ -157,8 +157,7 @@ def attend(
     sinks: `[h]`, a logit of each head that is in the sum and has no value.
     parts: of this rank's pair, then, if pairs are to pass by, of those of the ranks before it on `axis` in this order.
     """
-    out: Tensor = _Attention.apply(query, pair, sinks, parts, how, axis)
-    return out
+    return _Attention.apply(query, pair, sinks, parts, how, axis)
 
 
 class _Attention(Function):

@@ -133,8 +133,7 @@ class RowsOfMask:
             parts = [self._rows(rows, held.own_on_host[row]) for row, rows in _rows_dealt_alike(held)]
             return torch.cat(parts)
 
-        found: Tensor = self._once("own", held, made)
-        return found
+        return self._once("own", held, made)
 
     def to(self, dtype: torch.dtype) -> RowsOfMask:
         """The same mask in another dtype, when its rows are made."""
@@ -143,8 +142,7 @@ class RowsOfMask:
 
     def blocks(self, held: HeldTokens) -> list[Block]:
         """The blocks of a rank's queries, each with its part of the mask; the same for all layers."""
-        found: list[Block] = self._once("blocks", held, lambda: [self._block(*b) for b in _blocks_of(held)])
-        return found
+        return self._once("blocks", held, lambda: [self._block(*b) for b in _blocks_of(held)])
 
     def parts(self, held: HeldTokens, *, in_ring: bool) -> list[list[Part]]:
         """The parts of keys that a rank's queries see, the same for all layers: of all keys, in the order of the row;
@@ -326,8 +324,7 @@ def _attention(
     if held is None:
         if isinstance(attention_mask, RowsOfMask):
             attention_mask = attention_mask.whole
-        whole: tuple[Tensor, None] = call(query, key, value, attention_mask, *args, **kwargs)
-        return whole
+        return call(query, key, value, attention_mask, *args, **kwargs)
     if not isinstance(attention_mask, RowsOfMask):
         rule = "its mask does not come from transformers' mask functions"
         raise UnsupportedError(f"cp with {type(module).__name__}", rule, "use cp=1")

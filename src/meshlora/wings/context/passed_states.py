@@ -87,8 +87,7 @@ class PassedStates:
         if self.first is None:
             return output
         assert self.last is not None, "the mixer has left no state"
-        found: Tensor = _Sent.apply(output, self.last, self.axis)
-        return found
+        return _Sent.apply(output, self.last, self.axis)
 
 
 def _before(tails: Sequence[Tensor], rank: int, reach: int) -> Tensor:

@@ -48,8 +48,7 @@ class RowCounts:
     @functools.cached_property
     def on_host(self) -> list[int]:
         """Rows of each. The host waits for the device."""
-        found: list[int] = self.sizes.tolist()
-        return found
+        return self.sizes.tolist()
 
     @functools.cached_property
     def sizes(self) -> Tensor:

@@ -89,8 +89,7 @@ class Seen:
     @property
     def left(self) -> Tensor:
         """The hidden states that the layer returned."""
-        found: Tensor = hidden_of(self.calls[""][2])
-        return found
+        return hidden_of(self.calls[""][2])
 
 
 def hidden_of(output: Any) -> Any:

@@ -169,8 +169,7 @@ def _both(one: Any, other: Any) -> Any:
 
 def invocations(model: Any) -> Invocations | None:
     """Those of `model`; None: it has no invoked adapter."""
-    found: Invocations | None = vars(model).get(_NAME)
-    return found
+    return vars(model).get(_NAME)
 
 
 def invoked_by(model: Any) -> tuple[int, ...] | None:

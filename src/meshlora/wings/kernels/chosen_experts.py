@@ -47,8 +47,7 @@ def _digest(module: nn.Module) -> str:
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[..., H]` -> logits `[T, E]`, weights `[T, k]`, the chosen experts `[T, k]`."""
     if hidden_states.dtype == torch.float64 and not is_lifted():  # transformers' own computes in float32
-        original: tuple[Tensor, Tensor, Tensor] = type(self).forward(self, hidden_states)
-        return original
+        return type(self).forward(self, hidden_states)
     logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     chosen, index = torch.topk(logits, self.top_k, dim=-1)
     if _ROUTERS[_digest(self)]:

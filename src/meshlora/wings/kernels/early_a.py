@@ -152,8 +152,7 @@ def unpack(packed: Tensor, width: int, riders: Sequence[Rider]) -> Tensor:
     """The gathered result of `pack`, `[..., width + ...]` -> x `[..., width]`, with each z in a note on it."""
     x, *zs = _Unpack.apply(packed, [width, *(len(rider.a) for rider in riders)])
     note(x, Ride({rider.leaf: z for rider, z in zip(riders, zs, strict=True)}))
-    gathered: Tensor = x
-    return gathered
+    return x
 
 
 def rode_along(leaf: nn.Module, x: Tensor) -> Tensor | None:

@@ -102,8 +102,7 @@ def _norm(kernels: Kernels, offset: float, is_wide: bool) -> Any:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         weight = self.weight
         if weight.requires_grad or weight.dtype != hidden_states.dtype or not _is_computed(hidden_states):
-            original: Tensor = type(self).forward(self, hidden_states)
-            return original
+            return type(self).forward(self, hidden_states)
         eps = self.eps if hasattr(self, "eps") else self.variance_epsilon
         if is_wide:
             return WideNormFunction.apply(hidden_states, weight, eps, offset, kernels)
@@ -144,8 +143,7 @@ def _rotation(kernels: Kernels) -> Any:
             widths = {q.shape[-1], k.shape[-1], cos.shape[-1], sin.shape[-1]}
             is_other = unsqueeze_dim != 1 or cos.ndim != 3 or len(widths) > 1 or q.shape[-1] % 2
             if is_mixed or is_other or cos.requires_grad or cos.shape[0] not in (1, len(q)) or not _is_computed(q):
-                found: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim)
-                return found
+                return original(q, k, cos, sin, unsqueeze_dim)
             return FusedRotation.apply(q, k, cos, sin, kernels)
 
         return rotate

@@ -87,5 +87,4 @@ def is_known(kind: type[nn.Module]) -> bool:
 def _forward(self: Any, hidden_states: Tensor) -> Tensor:
     if torch.is_grad_enabled() and not self.weight.requires_grad:
         return RmsNormFunction.apply(hidden_states, self.weight, self.variance_epsilon)
-    original: Tensor = type(self).forward(self, hidden_states)
-    return original
+    return type(self).forward(self, hidden_states)

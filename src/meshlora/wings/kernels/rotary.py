@@ -87,8 +87,7 @@ def _rotated(original: Any) -> Any:
         """As transformers' function of the name."""
         is_mixed = not q.dtype == k.dtype == cos.dtype == sin.dtype
         if is_mixed or cos.requires_grad or q.shape[-1] % 2 or not q.shape[-1] == k.shape[-1] == cos.shape[-1]:
-            found: tuple[Tensor, Tensor] = original(q, k, cos, sin, unsqueeze_dim)
-            return found
+            return original(q, k, cos, sin, unsqueeze_dim)
         cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         return RotationFunction.apply(q, cos, sin), RotationFunction.apply(k, cos, sin)
 

@@ -423,8 +423,7 @@ def values_of(kind: str) -> Tensor:
     if kind in ("ints4", "signed4"):
         numbers = torch.arange(16.0, device="cpu")
         return torch.where((numbers > 7) & (kind == "signed4"), numbers - 16, numbers)
-    found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
-    return found
+    return bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
 
 
 # --- packing ----------------------------------------------------------------------------------------------------------
