@@ -12,7 +12,7 @@ operations in place of seven, and eleven less backward, for each layer. With oth
 
 from __future__ import annotations
 
-from types import CodeType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,12 +36,7 @@ def own_weights_of_experts(model: nn.Module) -> None:
 
 def is_known(module: nn.Module) -> bool:
     """Whether `module` divides the weights of the chosen experts by their sum, statement by statement as known here."""
-    return _digest(module) in _ROUTERS and bool(getattr(module, "norm_topk_prob", True))
-
-
-def _digest(module: nn.Module) -> str:
-    code = getattr(type(module).forward, "__code__", None)
-    return digest(code) if isinstance(code, CodeType) else ""
+    return digest(type(module).forward) in _ROUTERS and bool(getattr(module, "norm_topk_prob", True))
 
 
 def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +45,7 @@ def _forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return type(self).forward(self, hidden_states)
     logits = F.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
     chosen, index = torch.topk(logits, self.top_k, dim=-1)
-    if _ROUTERS[_digest(self)]:
+    if _ROUTERS[digest(type(self).forward)]:
         return logits, torch.softmax(chosen, -1, dtype=torch.float32), index
     # In a narrow dtype it computes in float32 too, and rounds the result alone, as transformers' own does.
     return logits, torch.softmax(chosen, -1), index

@@ -16,8 +16,9 @@ What is written over is told to autograd: a graph that had saved it ends with an
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from transformers.activations import GELUTanh, SiLUActivation
 
 from meshlora.layers.notes import note
 from meshlora.wings.kernels.gate_recompute import Activation, Product
-from meshlora.wings.kernels.known_code import digest, undecorated
+from meshlora.wings.kernels.known_code import digest
 from meshlora.wings.kernels.liger import Gate, Kernels
 from meshlora.wings.kernels.loss_chunk import note_logits
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
@@ -90,10 +91,10 @@ def fuse(model: nn.Module, kernels: Kernels) -> None:
 
 def _norm_of(module: nn.Module) -> tuple[float, bool] | None:
     own: Any = type(module)
-    kind = _NORMS.get(_digest(own.forward))
+    kind = _NORMS.get(digest(own.forward))
     if kind is None or not isinstance(getattr(module, "weight", None), Tensor):
         return None
-    if kind == (1.0, True) and _digest(own._norm) != _NORM_OF_GEMMA:
+    if kind == (1.0, True) and digest(own._norm) != _NORM_OF_GEMMA:
         return None
     return kind
 
@@ -132,7 +133,7 @@ class WideNormFunction(Function):
 
 def _rotates_safely(module: nn.Module) -> bool:
     forward: Any = type(module).forward
-    return rotates(forward) and digest(undecorated(forward).__code__, may_be_decorated=True) in _ATTENTIONS
+    return rotates(forward) and digest(inspect.unwrap(forward), may_be_decorated=True) in _ATTENTIONS
 
 
 def _rotation(kernels: Kernels) -> Any:
@@ -175,13 +176,13 @@ class FusedRotation(Function):
 
 
 def _activation_of(module: nn.Module) -> str | None:
-    if _digest(type(module).forward) not in _MLPS:
+    if digest(type(module).forward) not in _MLPS:
         return None
     return _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
 
 
 def _mlp(gate: Gate, tails: Tails | None) -> Any:
-    activation = _FusedActivation(gate)
+    activation = Activation(gate.act, gate.forward)
 
     def forward(self: Any, x: Tensor) -> Any:
         if tails is not None and _is_computed(x) and (found := gated_mlp(self, x, tails)) is not None:
@@ -196,17 +197,6 @@ def _mlp(gate: Gate, tails: Tails | None) -> Any:
         return self.down_proj(product)
 
     return forward
-
-
-class _FusedActivation(Activation):
-    """The activation of a gate, whose product is computed again by its kernel."""
-
-    def __init__(self, gate: Gate) -> None:
-        super().__init__(gate.act)
-        self._gate = gate
-
-    def times(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self._gate.forward(gate, up)
 
 
 class FusedGate(Function):
@@ -224,13 +214,6 @@ class FusedGate(Function):
         found = ctx.gate.back(grads[0].contiguous(), gated.detach(), up.detach())
         increment_version([gated, up])
         return *found, None
-
-
-# --- both -------------------------------------------------------------------------------------------------------------
-
-
-def _digest(function: Any) -> str:
-    return digest(function.__code__) if isinstance(function, FunctionType) else ""
 
 
 def _is_computed(x: Tensor) -> bool:

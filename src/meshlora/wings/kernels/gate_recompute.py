@@ -25,22 +25,16 @@ from meshlora.layers.products import Source
 from meshlora_ground.float64 import is_lifted, lift
 
 _MULTIPLY = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
-
-
-def _classes() -> set[type]:
-    """Activations that transformers selects by name, and torch's that its models use directly; none is random."""
-    found = (entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values())
-    return ({entry for entry in found if isinstance(entry, type)} | {nn.SiLU, nn.GELU}) - {nn.RReLU}
-
-
-_ACTIVATIONS = _classes()
+# Activations that transformers selects by name, and torch's that its models use directly; none is random.
+_ACTIVATIONS = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
+_ACTIVATIONS = (_ACTIVATIONS | {nn.SiLU, nn.GELU}) - {nn.RReLU}
 
 
 class Activation:
-    """An activation to run again, with its result cached for its second use in a backward."""
+    """An activation to run again, its result cached for its second use in a backward. by_kernel: `times`, if one has it."""
 
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        self._function, self._is_lifted = function, is_lifted()
+    def __init__(self, function: Callable[[Tensor], Tensor], by_kernel: Callable[..., Tensor] | None = None) -> None:
+        self._function, self._by_kernel, self._is_lifted = function, by_kernel, is_lifted()
         self._kept: Tensor | None = None
 
     def of(self, gate: Tensor, *, keep: bool) -> Tensor:
@@ -55,7 +49,7 @@ class Activation:
 
     def times(self, gate: Tensor, up: Tensor) -> Tensor:
         """act(gate) * up, as in the forward. The product's own backward follows, and needs the activation too."""
-        return self.of(gate, keep=True) * up
+        return self._by_kernel(gate, up) if self._by_kernel is not None else self.of(gate, keep=True) * up
 
 
 @dataclass(frozen=True)

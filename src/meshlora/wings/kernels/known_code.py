@@ -18,14 +18,19 @@ from types import CellType, CodeType, FunctionType
 from typing import Any
 
 
-@functools.cache
-def digest(code: CodeType, *, may_be_decorated: bool = False) -> str:
-    """Digest of the source statements of `code`, but for its docstring, and of the names of its arguments; "" if these
-    cannot be read.
+def digest(function: Any, *, may_be_decorated: bool = False) -> str:
+    """Digest of the source statements of `function`, but for its docstring, and of the names of its arguments; "" if
+    these cannot be read, or there is no such function.
 
-    may_be_decorated: by what returned the function itself, or was taken off by `undecorated`: else `code` would be
+    may_be_decorated: by what returned the function itself, or was taken off by `inspect.unwrap`: else its code would be
     another function's.
     """
+    code = getattr(function, "__code__", None)
+    return _digest(code, may_be_decorated) if isinstance(code, CodeType) else ""
+
+
+@functools.cache
+def _digest(code: CodeType, may_be_decorated: bool) -> str:
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     except (OSError, SyntaxError, ValueError):
@@ -38,11 +43,6 @@ def digest(code: CodeType, *, may_be_decorated: bool = False) -> str:
         body = body[1:]
     statements = list(map(ast.unparse, body))
     return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
-
-
-def undecorated(function: Any) -> Any:
-    """`function` without decorators that say what they wrap, as functools.wraps does."""
-    return inspect.unwrap(function)
 
 
 def decorated_as(function: Any, inner: Any) -> Any:

@@ -9,14 +9,15 @@ for the two halves it is three each way: nothing is negated, joined or padded.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.wings.kernels.known_code import decorated_as, digest, undecorated
+from meshlora.wings.kernels.known_code import decorated_as, digest
 
 _NAME = "apply_rotary_pos_emb"
 # `digest` of the two functions behind the formula below: of transformers 5.23.
@@ -61,7 +62,7 @@ def own_rotations(model: nn.Module) -> None:
 
 def with_rotation(forward: Any, rotated: Callable[[Any], Any]) -> Any:
     """`forward` with another rotation. rotated: transformers' function -> that which is called in its place."""
-    own = undecorated(forward)
+    own = inspect.unwrap(forward)
     names = {**own.__globals__, _NAME: rotated(own.__globals__[_NAME])}
     new = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     new.__kwdefaults__ = own.__kwdefaults__
@@ -70,16 +71,12 @@ def with_rotation(forward: Any, rotated: Callable[[Any], Any]) -> Any:
 
 def rotates(forward: Any) -> bool:
     """Whether this forward of a module calls the rotation that the formula above was written for."""
-    decorated, forward = forward, undecorated(forward)
-    if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+    own = inspect.unwrap(forward)
+    if not isinstance(own, FunctionType) or _NAME not in own.__code__.co_names or decorated_as(forward, own) is None:
         return False
-    if decorated_as(decorated, forward) is None:
-        return False
-    code = getattr(forward.__globals__.get(_NAME), "__code__", None)
-    if not isinstance(code, CodeType) or digest(code, may_be_decorated=True) != _ROTATION:
-        return False
-    half = getattr(forward.__globals__[_NAME].__globals__.get("rotate_half"), "__code__", None)
-    return isinstance(half, CodeType) and digest(half) == _HALVES
+    rotation = own.__globals__.get(_NAME)
+    is_known = digest(rotation, may_be_decorated=True) == _ROTATION
+    return is_known and digest(rotation.__globals__.get("rotate_half")) == _HALVES
 
 
 def _rotated(original: Any) -> Any:
