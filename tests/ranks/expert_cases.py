@@ -18,9 +18,10 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from meshlora.comm.groups import Mesh, open_mesh
+from meshlora.layers.adapted import become
 from meshlora.plan.rules import ExpertsRule
 from meshlora.wings.experts.forms import find_experts
-from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
+from meshlora.wings.experts.module import ParallelExpertLinear, ScaledExpertsBlock, parallelize_experts
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
@@ -241,7 +242,7 @@ def load(case: Case, rank: int, mesh: Mesh) -> tuple[nn.Module, nn.Module, dict[
     experts = block.get_submodule(rule.name.removeprefix(f"{rule.block}."))
     parallelize_experts(experts, rule, mesh, dtype=torch.float64, sp=mesh.topology.sp)
     if rule.weights_first:
-        parallelize_block(block)
+        become(block, ScaledExpertsBlock)
     weights = _weights(case.family)
     alike = replace(case, is_shared=False)
     trained = {}

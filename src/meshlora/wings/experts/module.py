@@ -259,7 +259,7 @@ def replace_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: tor
     for name, experts in plan.experts.items():
         parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
         if experts.weights_first:
-            parallelize_block(model.get_submodule(experts.block))
+            become(model.get_submodule(experts.block), ScaledExpertsBlock)
     if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
         # Of those that are whole: the others do not compute in float64.
         model.set_experts_implementation("eager")  # type: ignore[operator]
@@ -326,8 +326,3 @@ class ScaledExpertsBlock(nn.Module):
         scores, logits = self.router(tokens)  # zero except for the chosen experts
         weights, chosen = torch.topk(scores, self.top_k, dim=1)
         return self.shared_expert(tokens) + self.experts(tokens, chosen, weights), logits
-
-
-def parallelize_block(module: nn.Module) -> None:
-    """Make `module`, the block around experts of scaled tokens, send tokens to their chosen experts only."""
-    become(module, ScaledExpertsBlock)

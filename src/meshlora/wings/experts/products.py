@@ -229,18 +229,24 @@ def backward_rows(
     weight = projection.forward_weight.mT
     if a is None or b is None:
         return (grouped_product(g, weight, counts) if needs_dx else None), None, None
-    if _groups_factors(g, a, counts):
-        x = None if x is None else _gathered(x, index)
-        return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
     bt = _transposed(b)
-    dzt = _gradient_of_z(g, bt, counts)
     dx = da = db = None
+    if _groups_factors(g, a, counts):  # each product is one call for all experts
+        dz = _factor_product(g, bt.mT, counts)
+        if needs_dx:
+            dx = grouped_product(g, weight, counts).add_(_factor_product(dz, a, counts), alpha=projection.scale)
+        if x is not None:
+            da = _factor_gradient(dz, _gathered(x, index), counts, len(a) == 1)
+        if zt is not None:
+            db = _factor_gradient(zt.T.contiguous(), g, counts, len(b) == 1).mT
+        return dx, da, db
+    dzt = _gradient_of_z(g, bt, counts)
     if needs_dx:
         dx = _gradient_of_x(g, dzt, projection, a, counts)
     if x is not None:
-        da = _gradient_of_a(dzt, x, len(a), counts, index)
+        da = _gradient_of_factor(dzt, x, len(a), counts, index)
     if zt is not None:
-        db = _gradient_of_b(zt, g, len(b), counts).mT
+        db = _gradient_of_factor(zt, g, len(b), counts).mT
     return dx, da, db
 
 
@@ -288,36 +294,22 @@ def _gradient_of_x(g: Tensor, dzt: Tensor, projection: Projection, a: Tensor, co
     return dx.addmm_(dzt.T, a[0], alpha=scale) if is_shared else dx
 
 
-def _gradient_of_a(dzt: Tensor, x: Tensor, number: int, counts: RowCounts, index: Tensor | None) -> Tensor:
-    """dA / s `[E, r, in]`, dz_e^T x_e, or `[1, r, in]` over all rows. number: of factors, E or 1."""
-    da = dzt.new_empty(number, len(dzt), x.shape[-1])
+def _gradient_of_factor(zt: Tensor, x: Tensor, number: int, counts: RowCounts, index: Tensor | None = None) -> Tensor:
+    """z_e^T x_e `[E, r, width]`, or `[1, r, width]` over all rows: dA / s of dz and x, (dB / s)^T of z and g.
+
+    number: of factors, E or 1.
+    """
+    found = zt.new_empty(number, len(zt), x.shape[-1])
     if number < counts.number:
-        torch.mm(dzt, _gathered(x, index), out=da[0])
-        return da
+        torch.mm(zt, _gathered(x, index), out=found[0])
+        return found
     each = counts.on_host
-    for x_e, dzt_e, da_e in zip(_by_expert(x, index, each), dzt.split(each, 1), da.unbind(), strict=True):
-        _product_or_zero(dzt_e, x_e, da_e)
-    return da
-
-
-def _gradient_of_b(zt: Tensor, g: Tensor, number: int, counts: RowCounts) -> Tensor:
-    """(dB / s)^T `[E, r, out]` of g_e^T z_e, or `[1, r, out]` over all rows. number: as above."""
-    dbt = g.new_empty(number, len(zt), g.shape[-1])
-    if number < counts.number:
-        torch.mm(zt, g, out=dbt[0])
-        return dbt
-    each = counts.on_host
-    for g_e, zt_e, dbt_e in zip(g.split(each), zt.split(each, 1), dbt.unbind(), strict=True):
-        _product_or_zero(zt_e, g_e, dbt_e)
-    return dbt
-
-
-def _product_or_zero(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """out = left right; 0 where there are no rows to sum over, which not every kernel writes."""
-    if len(right):
-        torch.mm(left, right, out=out)
-    else:
-        out.zero_()
+    for x_e, zt_e, found_e in zip(_by_expert(x, index, each), zt.split(each, 1), found.unbind(), strict=True):
+        if len(x_e):
+            torch.mm(zt_e, x_e, out=found_e)
+        else:  # not every kernel writes a sum of no rows
+            found_e.zero_()
+    return found
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
@@ -368,29 +360,6 @@ def writes_empty_groups(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] == 9
     return device.type == "meta"  # the planner's, which has no content
-
-
-def _backward_grouped(
-    g: Tensor,
-    x: Tensor | None,
-    zt: Tensor | None,
-    projection: Projection,
-    counts: RowCounts,
-    a: Tensor,
-    b: Tensor,
-    *,
-    needs_dx: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`backward_rows` where each product is one call for all experts."""
-    dz, scale = _factor_product(g, _transposed(b).mT, counts), projection.scale
-    dx = da = db = None
-    if needs_dx:
-        dx = grouped_product(g, projection.forward_weight.mT, counts).add_(_factor_product(dz, a, counts), alpha=scale)
-    if x is not None:
-        da = _factor_gradient(dz, x, counts, len(a) == 1)
-    if zt is not None:
-        db = _factor_gradient(zt.T.contiguous(), g, counts, len(b) == 1).mT
-    return dx, da, db
 
 
 def bias_of_rows(bias: Tensor, counts: RowCounts, dtype: torch.dtype) -> Tensor:

@@ -37,17 +37,14 @@ class RouterAdapter(AdaptedLeaf):
 
 
 def adopt_router(module: nn.Module, plan: ModelPlan, name: str) -> RouterAdapter | None:
-    """The adapter around the weight of `module`, if it is a router that holds its weight itself."""
-    return adapt_router(module, plan.matrices[name]) if name in plan.matrices else None
-
-
-def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
-    """The adapter around the weight of `module`, created if there is none yet."""
+    """The adapter around the weight of `module`, created with the first one, if it is a router that holds it itself."""
+    if name not in plan.matrices:
+        return None
     if parametrize.is_parametrized(module, "weight"):
         lists: nn.ModuleDict = module.parametrizations  # type: ignore[assignment]
         found = lists["weight"][0]  # type: ignore[index]
         assert isinstance(found, RouterAdapter)
         return found
-    adapter = RouterAdapter(rule)
+    adapter = RouterAdapter(plan.matrices[name])
     parametrize.register_parametrization(module, "weight", adapter)
     return adapter

@@ -31,7 +31,7 @@ _ACTIVATIONS = (_ACTIVATIONS | {nn.SiLU, nn.GELU}) - {nn.RReLU}
 
 
 class Activation:
-    """An activation to run again, its result cached for its second use in a backward. by_kernel: `times`, if one has it."""
+    """An activation to run again, its result cached for a second use in a backward. by_kernel: `times`, if there."""
 
     def __init__(self, function: Callable[[Tensor], Tensor], by_kernel: Callable[..., Tensor] | None = None) -> None:
         self._function, self._by_kernel, self._is_lifted = function, by_kernel, is_lifted()
