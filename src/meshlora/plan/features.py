@@ -16,8 +16,9 @@ from typing import Any
 Asked = Mapping[str, Any]
 
 _TASK, _PAIRED = "CAUSAL_LM", "SEQ_2_SEQ_LM"  # as in `meshlora_ground.tasks`
-_KIND = "{key}={0.kind}"  # how a message says an objective
 _OF_RL = ("grpo", "distill")  # kinds
+_BY_LENGTH = ("group_by_length", "batch_rebalance")
+_OF_LABELS, _ALONE = ("labelled", "labelled_words", "similar"), ("text", "pairs", "margins", "feedback")  # readers
 
 
 def _is(value: object) -> Callable[[Any], bool]:
@@ -26,6 +27,10 @@ def _is(value: object) -> Callable[[Any], bool]:
 
 def _other_than(value: object) -> Callable[[Any], bool]:
     return lambda given: bool(given != value)
+
+
+def _but(*values: object) -> Callable[[Any], bool]:
+    return lambda given: given not in values
 
 
 def _begins(words: str) -> Callable[[Any], bool]:
@@ -38,6 +43,10 @@ def _begins_as(*words: str) -> Callable[[Any], bool]:
 
 def _is_text(given: Any) -> bool:
     return isinstance(given, str)
+
+
+def _objective(predicate: Callable[[Any], bool], of_docs: str) -> tuple[str, Callable[[Any], bool], str, str]:
+    return "train.objective", predicate, of_docs, "{key}={0.kind}"
 
 
 class Feature(Enum):
@@ -61,20 +70,15 @@ class Feature(Enum):
     EXPERTS = "experts", bool, "routed experts", "experts"
     COMPOSITE = "composite", bool, "a composite", "a composite ({})"
     ENCODER = "task", _is(_PAIRED), "an encoder beside the decoder", "an encoder beside the decoder"
-    TASK = "task", lambda given: given not in (_TASK, _PAIRED), "a model with another head", "a model for {}"
+    TASK = "task", _but(_TASK, _PAIRED), "a model with another head", "a model for {}"
     QUANTIZED = "model.quantization", bool, "", "quantization {}"
-    OTHER_BITS = (
-        "model.quantization",
-        lambda given: given not in ("fp8", "keep"),
-        "a base in few bits that are not float8",
-        "quantization {}",
-    )
+    OTHER_BITS = "model.quantization", _but("fp8", "keep"), "a base in few bits that are not float8", "quantization {}"
     COMPUTE = "model.compute", bool, "", "{key}={}"
     FLOAT16 = "model.dtype", _is("float16"), "float16", "{}"
     FLOAT64 = "model.dtype", _is("float64"), "float64", "{}"
     OTHER_ATTENTION = (
         "model.attn_implementation",
-        lambda given: given not in ("eager", "sdpa"),
+        _but("eager", "sdpa"),
         "attention by other than sdpa and eager",
         "{key}={}",
     )
@@ -112,44 +116,29 @@ class Feature(Enum):
     TRAINED_EMBEDDING = "the embedding in modules_to_save", bool, "the embedding in `modules_to_save`"
 
     # The objective.
-    COMPARED = "train.objective", lambda given: given.reader != "text", "any objective but sft", _KIND
-    PAIRS = "train.objective", lambda given: given.unit == "pair", "objectives of pairs", _KIND
-    RECORDS = "train.objective", lambda given: given.unit == "record", "objectives of records", _KIND
-    SEQUENCES = (
-        "train.objective",
-        lambda given: getattr(given, "is_of_sequences", False),
-        "policy gradients of whole sequences",
-        _KIND,
-    )
-    TOP_ENTROPY = "train.objective", lambda given: getattr(given, "top_entropy", 1) < 1, "`top_entropy`", _KIND
-    OTHER_HEAD = "train.objective", lambda given: given.task != _TASK, "classify, classify_tokens, embed, reward", _KIND
-    OF_LABELS = (
-        "train.objective",
-        lambda given: given.reader in ("labelled", "labelled_words", "similar"),
-        "classify, classify_tokens, embed",
-        _KIND,
-    )
-    BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
-    NO_RL = "train.objective", lambda given: given.kind not in _OF_RL, "any objective but grpo and distill", _KIND
-    NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
-    OF_ROLLOUTS = "train.objective", lambda given: given.is_of_rollouts, "objectives of rollouts", _KIND
+    COMPARED = _objective(lambda given: given.reader != "text", "any objective but sft")
+    PAIRS = _objective(lambda given: given.unit == "pair", "objectives of pairs")
+    RECORDS = _objective(lambda given: given.unit == "record", "objectives of records")
+    SEQUENCES = _objective(lambda of: getattr(of, "is_of_sequences", False), "policy gradients of whole sequences")
+    TOP_ENTROPY = _objective(lambda given: getattr(given, "top_entropy", 1) < 1, "`top_entropy`")
+    OTHER_HEAD = _objective(lambda given: given.task != _TASK, "classify, classify_tokens, embed, reward")
+    OF_LABELS = _objective(lambda given: given.reader in _OF_LABELS, "classify, classify_tokens, embed")
+    BASE = _objective(lambda given: given.needs_base, "objectives with a frozen policy")
+    NO_RL = _objective(lambda given: given.kind not in _OF_RL, "any objective but grpo and distill")
+    NO_ROLLOUTS = _objective(lambda given: not given.is_of_rollouts, "objectives without rollouts")
+    OF_ROLLOUTS = _objective(lambda given: given.is_of_rollouts, "objectives of rollouts")
     UNCORRECTED = (
         "train.objective",
         lambda given: given.is_of_rollouts and given.importance_cap is None,
         "`importance_cap: null`",
         "train.objective.importance_cap=null",
     )
-    WEIGHTED_TOKENS = "train.objective", lambda given: getattr(given, "loss", "nll") == "dft", "`loss: dft`", _KIND
-    NOTHING_ALONE = (
-        "train.objective",
-        lambda given: given.reader not in ("text", "pairs", "margins", "feedback"),
-        "objectives that compare rows, or have labels",
-        _KIND,
-    )
-    DISTILLED = "train.objective", lambda given: given.kind == "distill", "distill", _KIND
-    TAUGHT = "train.objective", lambda given: given.reader == "taught", "a recorded teacher", _KIND
-    TEACHER = "train.objective", lambda given: getattr(given, "folder", None), "a teacher that is a model", _KIND
-    IN_CONTEXT = "train.objective", lambda given: getattr(given, "context", None), "a teacher's context", _KIND
+    WEIGHTED_TOKENS = _objective(lambda given: getattr(given, "loss", "nll") == "dft", "`loss: dft`")
+    NOTHING_ALONE = _objective(lambda given: given.reader not in _ALONE, "objectives that compare rows, or have labels")
+    DISTILLED = _objective(lambda given: given.kind == "distill", "distill")
+    TAUGHT = _objective(lambda given: given.reader == "taught", "a recorded teacher")
+    TEACHER = _objective(lambda given: getattr(given, "folder", None), "a teacher that is a model")
+    IN_CONTEXT = _objective(lambda given: getattr(given, "context", None), "a teacher's context")
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
 
     # The data.
@@ -213,9 +202,7 @@ class Feature(Enum):
     PUBLISHED = "rl", lambda given: bool(given.publish_to), "`rl.publish_to`", "rl.publish_to"
     TEMPERATURE = "rl", lambda rl: rl.temperature != 1.0, "`rl.temperature` but 1", "rl.temperature={0.temperature:g}"
     OLDER = (
-        "rl",
-        lambda given: max(given.publish_every, given.updates) > 1,
-        "`rl.publish_every`, `rl.updates`",
+        *("rl", lambda given: max(given.publish_every, given.updates) > 1, "`rl.publish_every`, `rl.updates`"),
         "rl.publish_every={0.publish_every}, rl.updates={0.updates}",
     )
 
@@ -243,12 +230,7 @@ class Feature(Enum):
     ARGUMENT = "argument", bool, "arguments that are refused by name", "{}"
     WHOLE_OPTIMIZER = "optimizer", bool, "optimizers that use whole matrices", "{}"
     LOSS_SCALE = "fp16", bool, "`fp16` of Trainer", "fp16=True"
-    BY_LENGTH = (
-        "train_sampling_strategy",
-        lambda given: given in ("group_by_length", "batch_rebalance"),
-        "`train_sampling_strategy` by length",
-        "{key}={}",
-    )
+    BY_LENGTH = "train_sampling_strategy", _BY_LENGTH.__contains__, "`train_sampling_strategy` by length", "{key}={}"
     UNSIZED = "an iterable dataset", bool, "an iterable dataset"
     OWN_LOSS = "a compute_loss of your own", bool, "a `compute_loss` that divides by itself"
     OWN_MEAN = "mean", bool, "models that take no `num_items_in_batch`", "{}"
