@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,13 @@ _MEETING_S = 600.0
 # fails tells the others (`processes.heartbeat`).
 LOADING_S = 7200.0
 BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
+
+
+class SharedByCopies:
+    """What is of a model and of its layers: copies of these share it."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
 
 
 class LocalGroup(torch_distributed.NamedGroup):
@@ -128,7 +135,7 @@ class Channels:
     in_order: tuple[Axis, ...] = ()  # in which all ranks open them
 
 
-class Mesh:
+class Mesh(SharedByCopies):
     """A topology with open process groups. Made by `open_mesh`; passed down, never looked up."""
 
     def __init__(
@@ -216,9 +223,6 @@ class Mesh:
                 axis.group.timeout_s = timeout_s
             elif axis.group is not None:  # None of a rank alone
                 torch_distributed.set_timeout(axis.group, timeout_s)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
-        return self  # process groups cannot be copied, and copies of a model share them
 
 
 def num_processes() -> int:

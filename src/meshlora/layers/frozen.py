@@ -76,11 +76,7 @@ class FewBits(ABC):
 
     def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
         """Write `x W^T + bias` over y `[T, out]`."""
-        x, weight = self.entering(x), self.whole()
-        if bias is None:
-            torch.mm(x, weight.T, out=y)
-        else:
-            torch.addmm(bias, x, weight.T, out=y)
+        write_product(y, self.entering(x), self.whole(), bias)
 
     def gradient(self, g: Tensor) -> Tensor:
         """`g W` `[T, in]`, a new tensor."""
@@ -132,6 +128,16 @@ class _PackedLinear(Function):
         g = grads[0]
         dx = gradient_of_input(g.reshape(-1, g.shape[-1]), ctx.weight)
         return dx.view(*g.shape[:-1], dx.shape[-1]), None, None
+
+
+def write_product(y: Tensor, x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> None:
+    """Write `x W^T + bias` over y `[T, out]`, of a W packed or not."""
+    if isinstance(weight, FewBits):
+        weight.write_product(y, x, bias)
+    elif bias is None:
+        torch.mm(x, weight.T, out=y)
+    else:
+        torch.addmm(bias, x, weight.T, out=y)
 
 
 def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.collectives import gather_each_to_each
-from meshlora.comm.groups import Axis
+from meshlora.comm.groups import Axis, SharedByCopies
 from meshlora_ground.transfer import to_device
 
 
@@ -70,7 +70,7 @@ class HeldTokens:
         return self.order[:, rank * self.per_rank : (rank + 1) * self.per_rank]
 
 
-class ContextCut:
+class ContextCut(SharedByCopies):
     """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model.
 
     Attributes:
@@ -101,6 +101,3 @@ class ContextCut:
     def of_tokens(self, values: Tensor) -> Tensor:
         """`[B*S]` of the running forward's tokens -> `[B, S/cp]`, or `[B, S]` if it is whole."""
         return values if self.held is None else self.held.cut(values.view(self.held.rows, -1), 1)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ContextCut:
-        return self  # of a model and its layers

@@ -52,7 +52,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if rule.has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.dropout: dict[str, float] = {}
-        self.enter: Callable[[ParallelLinear, Tensor], Entered] = _as_it_is
+        self.enter: Callable[[ParallelLinear, Tensor], Entered] = lambda _, x: Entered(x)
 
     def set_dropout(self, name: str, p: float, tokens: ForwardTokens) -> None:
         """Give the input of adapter `name` dropout with probability `p` in training."""
@@ -88,7 +88,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if is_row:
             y = self._leave_region(y)
         if adds_bias:
-            y = self._add_bias(y)
+            y = y + self.bias.to(y.dtype)  # a trained one is wider than the model
         return y
 
     def _adapted(
@@ -163,16 +163,8 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
             return own if y.ndim == 2 else torch.unsqueeze_copy(own, 0)  # no view: some models add to it in place
         return reduce_each_to_one(y, self.tp)
 
-    def _add_bias(self, y: Tensor) -> Tensor:
-        assert self.bias is not None
-        return y + self.bias.to(y.dtype)  # a trained one is wider than the model
-
     def extra_repr(self) -> str:
         return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"
-
-
-def _as_it_is(_: ParallelLinear, x: Tensor) -> Entered:
-    return Entered(x)
 
 
 class ParallelHead(ParallelLinear):

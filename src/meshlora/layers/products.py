@@ -108,18 +108,18 @@ class LoraLinearFunction(Function):
         groups = _groups(segments, factors)
         zs = [group.product(group.seen(x2), group.a.mT) for group in groups]
         y = _sum_of_products(x, weight, bias, list(zip(groups, zs, strict=True)))
-        source = entered.source or Source((x2,), _itself)
+        source = entered.source or Source((x2,), lambda x: x)
         inputs = source.tensors if any(ctx.needs_input_grad[6::2]) else ()  # of every second factor: the As
-        _save(ctx, weight, *factors, *zs, *inputs)
+        save(ctx, weight, *factors, *zs, *inputs)
         ctx.segments, ctx.gradient, ctx.compute = segments, entered.gradient, source.compute
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *saved = _saved(ctx)
+        weight, *kept = saved(ctx)
         number = 2 * len(ctx.segments)
-        groups = _groups(ctx.segments, saved[:number])
-        zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
+        groups = _groups(ctx.segments, kept[:number])
+        zs, inputs = kept[number : number + len(groups)], kept[number + len(groups) :]
         g = grads[0].reshape(-1, weight.shape[0])
         needs = ctx.needs_input_grad[6:]
         x = ctx.compute(*inputs).reshape(-1, weight.shape[1]) if inputs else None  # None: no A is trained
@@ -137,7 +137,7 @@ class LoraLinearFunction(Function):
             for da, db in zip(das, dbs, strict=True):  # in the order of the factors
                 found += [da, db]
             place = stop
-        dx = _gradient_of_x(ctx, grads[0], weight, list(zip(groups, dzs, strict=True)))
+        dx = gradient_of_x(ctx, grads[0], weight, list(zip(groups, dzs, strict=True)))
         return dx, None, None, None, None, None, *found
 
 
@@ -161,13 +161,13 @@ class GivenZFunction(Function):
         ctx.dtype, b = b.dtype, rounded(b, x.dtype)
         all_rows = _Group([Segment(0, len(z), 1.0)], [], [b])  # z has the scale already
         y = _sum_of_products(x, weight, bias, [(all_rows, z)])
-        _save(ctx, weight, z, b)
+        save(ctx, weight, z, b)
         ctx.gradient, ctx.take_dz = entered.gradient, entered.take_dz
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, z, b = _saved(ctx)
+        weight, z, b = saved(ctx)
         g = grads[0].reshape(-1, weight.shape[0])
         dz = None
         if ctx.take_dz is None:
@@ -175,25 +175,21 @@ class GivenZFunction(Function):
         elif ctx.needs_input_grad[5]:
             ctx.take_dz(g, b)
         db = _gradient_of_b(g, z, ctx.dtype) if ctx.needs_input_grad[6] else None
-        return _gradient_of_x(ctx, grads[0], weight, ()), None, None, None, None, dz, db
+        return gradient_of_x(ctx, grads[0], weight), None, None, None, None, dz, db
 
 
-def _save(ctx: Any, weight: Tensor | FewBits, *tensors: Tensor) -> None:
+def save(ctx: Any, weight: Tensor | FewBits, *tensors: Tensor) -> None:
     """Save for the backward; a packed W as it is, which no tensor can be."""
     ctx.packed = weight if isinstance(weight, FewBits) else None
     ctx.save_for_backward(None if ctx.packed is not None else weight, *tensors)
 
 
-def _saved(ctx: Any) -> tuple[Any, ...]:
-    """What `_save` was given."""
+def saved(ctx: Any) -> tuple[Any, ...]:
+    """What `save` was given."""
     weight, *tensors = ctx.saved_tensors
     if ctx.packed is not None:
         weight = ctx.packed
     return weight, *tensors
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x
 
 
 @dataclass(frozen=True)
@@ -260,7 +256,7 @@ def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
 _Term = tuple[_Group, Tensor]
 
 
-def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor | FewBits, terms: Sequence[_Term]) -> Tensor | None:
+def gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor | FewBits, terms: Sequence[_Term] = ()) -> Tensor | None:
     """`D(dz A)` of all (group, dz), and `g W`; None where it is added to that of other linears."""
     shared: SharedGradient | None = ctx.gradient
     if shared is None and not ctx.needs_input_grad[0]:

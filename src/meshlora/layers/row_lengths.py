@@ -10,10 +10,11 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from meshlora.comm.groups import SharedByCopies
 from meshlora_ground.compat import transformers_models
 
 
-class Lengths:
+class Lengths(SharedByCopies):
     """The lengths of the sequences in each row of a model's running forward. One object per model.
 
     Attributes:
@@ -31,9 +32,6 @@ class Lengths:
     def begin(self) -> None:
         """A forward of the model begins."""
         self.of_rows, self._next = self._next, None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Lengths:
-        return self  # of a model and its layers
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.comm.groups import SharedByCopies
 
-class Pipeline:
+
+class Pipeline(SharedByCopies):
     """The running forward's way through this rank's stages: one, of the whole model. One object per model.
 
     Attributes:
@@ -66,5 +68,17 @@ class Pipeline:
     def take_turns(self, model: Any) -> None:
         """`model` has its leaves: what is before and after its layers is to run in one stage alone."""
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
-        return self  # of a model and its layers
+    def note_also(self, note: Callable[[], Callable[[], None]]) -> None:
+        """Let `noted` note something more."""
+        before = self.noted
+
+        def noted() -> Callable[[], None]:
+            known, more = before(), note()
+
+            def know_again() -> None:
+                known()
+                more()
+
+            return know_again
+
+        self.noted = noted

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
-from meshlora.comm.groups import Axis, Mesh
+from meshlora.comm.groups import Axis, Mesh, SharedByCopies
 from meshlora.feature import features
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.linear import ParallelLinear
@@ -40,7 +40,7 @@ SHARED_KEYS = "shared_kv_states"
 OF_KEYS = ("key_hidden_states", "value_hidden_states")
 
 
-class TokenCut:
+class TokenCut(SharedByCopies):
     """The split of the running forward's tokens over tp; remembers `[B, S]`, or `[B, S/cp]` under cp, between `cut` and
     `whole`. One object per model.
 
@@ -81,9 +81,6 @@ class TokenCut:
         # Experts are given all tokens then, by every tp rank: each sends its share of them alone.
         for module in experts:
             module.cuts_tokens = is_off
-
-    def __deepcopy__(self, memo: dict[int, object]) -> TokenCut:
-        return self  # of a model and its layers
 
     def cut(self, x: Tensor) -> Tensor:
         """`[B, S, ..., H]`, identical on all tp ranks -> `[1, B*S/tp, ..., H]`; several streams stand before H."""
@@ -239,14 +236,10 @@ def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
     def own(name: str, value: Any) -> Any:
         if name not in SECOND_INPUTS or not isinstance(value, Tensor):
             return value
-        return _second_input(cut, value)
+        # `[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`.
+        return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
 
     map_arguments(layer, own)
-
-
-def _second_input(cut: TokenCut, value: Tensor) -> Tensor:
-    """`[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`."""
-    return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
 
 
 def map_arguments(module: nn.Module, change: Callable[[str, Any], Any]) -> None:

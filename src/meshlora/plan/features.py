@@ -137,8 +137,8 @@ class Feature(Enum):
     NOTHING_ALONE = _objective(lambda given: given.reader not in _ALONE, "objectives that compare rows, or have labels")
     DISTILLED = _objective(lambda given: given.kind == "distill", "distill")
     TAUGHT = _objective(lambda given: given.reader == "taught", "a recorded teacher")
-    TEACHER = _objective(lambda given: getattr(given, "folder", None), "a teacher that is a model")
-    IN_CONTEXT = _objective(lambda given: getattr(given, "context", None), "a teacher's context")
+    TEACHER = _objective(lambda given: bool(getattr(given, "folder", None)), "a teacher that is a model")
+    IN_CONTEXT = _objective(lambda given: bool(getattr(given, "context", None)), "a teacher's context")
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
 
     # The data.

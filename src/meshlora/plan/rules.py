@@ -256,7 +256,7 @@ class ModelPlan:
         if not name or f"{self.layers}.".startswith(f"{name}."):
             return last
         for module in (*self.after, self.head):
-            if module and _is_in(name, module):
+            if module and is_in(name, module):
                 return last
         return 0
 
@@ -333,10 +333,10 @@ class ModelPlan:
         One-dim parameters are small and may be trained. A router with its own weight is small too, and its adapter is
         computed from that weight. Experts that differ within a dp group are split over the expert axes instead.
         """
-        if ndim < 2 or _owner(parameter) in self.matrices or not any(_is_in(parameter, unit) for unit in self.units):
+        if ndim < 2 or _owner(parameter) in self.matrices or not any(is_in(parameter, unit) for unit in self.units):
             return False
         # Of experts alone: it looks at every rank, which takes 50 ms of 4,096.
-        return not any(_is_in(parameter, name) for name in self.experts) or self.topology.experts_repeat_over_dp
+        return not any(is_in(parameter, name) for name in self.experts) or self.topology.experts_repeat_over_dp
 
     @cached_property
     def neighbours(self) -> frozenset[str]:
@@ -382,7 +382,7 @@ class ModelPlan:
     def domain_of(self, module: str) -> Domain:
         """The domain of parameters of `module` that are whole on every tp rank."""
         for region in self.regions:
-            if _is_in(module, region.name):
+            if is_in(module, region.name):
                 return Domain.PARTIAL if region.is_split else Domain.EQUAL
         if self.layers and module.startswith(f"{self.layers}."):
             return Domain.RESIDUAL
@@ -418,6 +418,6 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _is_in(name: str, module: str) -> bool:
+def is_in(name: str, module: str) -> bool:
     """Whether `name` is `module`, or of something inside it."""
     return name == module or name.startswith(f"{module}.")

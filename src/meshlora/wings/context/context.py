@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
+from meshlora.comm.groups import SharedByCopies
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.plan.rules import CONTEXT_ATTENTIONS
 from meshlora.wings.context.attention_parts import How, Part, Seen, attend, columns_of, groups_of, has_kernel
@@ -47,7 +48,7 @@ _ALONE = 128
 _WITHOUT_EFFECT = {"is_causal", "sliding_window", "position_ids"}
 
 
-class ContextAttention:
+class ContextAttention(SharedByCopies):
     """How the layers of a model attend over cp. One object per model.
 
     Attributes:
@@ -68,9 +69,6 @@ class ContextAttention:
             rule = f"the ring computes attention itself, and does not know {', '.join(unknown)}"
             instead = f"cp={self.cut.axis.size} gathers keys and values, and runs the model's own attention"
             raise UnsupportedError(f"the ring with {type(module).__name__}", rule, f"leave out ring ({instead})")
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ContextAttention:
-        return self  # of a model and its layers: a copied layer attends over the same ranks
 
 
 def _blocks_of(held: HeldTokens) -> Iterator[tuple[slice, slice, np.ndarray]]:

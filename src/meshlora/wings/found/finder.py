@@ -21,6 +21,7 @@ from meshlora.plan.blocks import Heads, local_attributes
 from meshlora.plan.derive import encoder_layers
 from meshlora.plan.families.family import ROW, FamilyPlan, Leaf
 from meshlora.plan.layout import Layout
+from meshlora.plan.rules import is_in
 from meshlora.wings.found.indices import chooses_by
 from meshlora.wings.found.probe import Seen, gradients, is_nonzero, linears_of, look, rows_in
 from meshlora.wings.found.roles import roles_of
@@ -55,14 +56,14 @@ class Found:
         for name, value in vars(self.plan).items():
             if isinstance(value, str):
                 continue
-            kept = [path for path in value if not _is_in(path, block)]
+            kept = [path for path in value if not is_in(path, block)]
             changes[name] = tuple(kept) if isinstance(value, tuple) else {path: value[path] for path in kept}
         self.plan = dataclasses.replace(self.plan, **changes)
         self.units.pop(block, None)
 
     def splits(self, block: str) -> bool:
         """Whether a linear in `block` is split."""
-        return any(_is_in(path, block) for path in self.plan.leaves)
+        return any(is_in(path, block) for path in self.plan.leaves)
 
 
 def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
@@ -121,10 +122,6 @@ def _kinds(model: Any, stacks: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-def _is_in(path: str, block: str) -> bool:
-    return path == block or path.startswith(f"{block}.")
-
-
 class _Layer:
     """The search in one decoder layer. apart: paths of its routed experts."""
 
@@ -163,12 +160,12 @@ class _Layer:
         return path
 
     def _has_experts(self, block: str) -> bool:
-        return any(_is_in(expert, block) for expert in self.apart)
+        return any(is_in(expert, block) for expert in self.apart)
 
     def _walk(self, parent: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             path = f"{parent}.{name}".removeprefix(".")
-            if path in self.apart or not any(_is_in(leaf, path) for leaf in {*self.rows, *self.columns}):
+            if path in self.apart or not any(is_in(leaf, path) for leaf in {*self.rows, *self.columns}):
                 continue
             if self._has_experts(path):
                 self._walk(path, child)
@@ -179,12 +176,12 @@ class _Layer:
 
     def _try_block(self, path: str, block: nn.Module) -> str:
         """Split `block`; returns why that is not right, "" if it is."""
-        columns = [name for name in self.linears if name in self.columns and _is_in(name, path)]
+        columns = [name for name in self.linears if name in self.columns and is_in(name, path)]
         rows = {row: reads for row, reads in self.rows.items() if set(reads) & set(columns)}
-        inside = [row for row in rows if _is_in(row, path)]
+        inside = [row for row in rows if is_in(row, path)]
         if not columns:
             return "" if path in self.rows else "its row linear reads what others have made"
-        if inside and (len(inside) < len(rows) or any(not _is_in(c, path) for c in itertools.chain(*rows.values()))):
+        if inside and (len(inside) < len(rows) or any(not is_in(c, path) for c in itertools.chain(*rows.values()))):
             return "its linears belong to those of another block"
         if path not in self.seen.calls:
             return "it is not called as a module, or several times"

@@ -6,12 +6,13 @@ A graph does not show them, as an index has no gradient: what column linears mak
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from meshlora.model.regions import tensors_in
 from meshlora_ground.compat.torch_operators import TorchDispatchMode
 
 
@@ -25,20 +26,12 @@ class _Following(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        known = [t for t in _tensors((args, kwargs)) if id(t) in self.marked]
+        known = [t for t in tensors_in((args, kwargs)) if id(t) in self.marked]
         # A maximum has an index too, which is used by nobody.
         self.found = self.found or any(t.dtype in (torch.int64, torch.int32) for t in known)
         if known:
-            self.marked |= {id(t): t for t in _tensors(out)}
+            self.marked |= {id(t): t for t in tensors_in(out)}
         return out
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(each)
 
 
 def chooses_by(block: nn.Module, columns: Collection[str], args: Any, kwargs: Mapping[str, Any]) -> bool:

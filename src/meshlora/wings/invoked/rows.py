@@ -10,6 +10,7 @@ sequence that has none. It follows from the ids of whole rows, which every rank 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.adapter.attach import runtime
+from meshlora.comm.groups import SharedByCopies
 from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.loading.own_loop import given_tokens
 from meshlora_ground.caches import cache_argument
@@ -77,7 +79,7 @@ class _Forward:
     found: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Invocations:
+class Invocations(SharedByCopies):
     """The invoked adapters of a model, and where they act in its running forward. One object per model.
 
     Attributes:
@@ -92,8 +94,7 @@ class Invocations:
         self._forward = _Forward(None)
         self._prompts: _Forward | None = None
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        noted = state.pipeline.noted
-        state.pipeline.noted = lambda: _both(noted(), self._noted())
+        state.pipeline.note_also(lambda: functools.partial(setattr, self, "_forward", self._forward))
 
     def acts_on(self, adapter: str, module: str, num_rows: int) -> Tensor:
         """bool `[num_rows]`: the input rows of `module` on which `adapter` acts."""
@@ -146,25 +147,6 @@ class Invocations:
         if positions is not None and positions.ndim != 2:  # of images, whose rows are not packed
             positions = None
         self._forward = _Forward(ids, positions, mask, first)
-
-    def _noted(self) -> Any:
-        forward = self._forward
-
-        def again() -> None:
-            self._forward = forward
-
-        return again
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Invocations:
-        return self  # of a model and its layers
-
-
-def _both(one: Any, other: Any) -> Any:
-    def call() -> None:
-        one()
-        other()
-
-    return call
 
 
 def invocations(model: Any) -> Invocations | None:

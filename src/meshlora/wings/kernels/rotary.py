@@ -74,7 +74,7 @@ def rotates(forward: Any) -> bool:
     own = inspect.unwrap(forward)
     if not isinstance(own, FunctionType) or _NAME not in own.__code__.co_names or decorated_as(forward, own) is None:
         return False
-    rotation = own.__globals__.get(_NAME)
+    rotation: Any = own.__globals__.get(_NAME)
     is_known = digest(rotation, may_be_decorated=True) == _ROTATION
     return is_known and digest(rotation.__globals__.get("rotate_half")) == _HALVES
 

@@ -30,10 +30,10 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import increment_version
 
-from meshlora.layers.frozen import FewBits, gradient_of_input
+from meshlora.layers.frozen import FewBits, write_product
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.notes import note
-from meshlora.layers.products import Entered
+from meshlora.layers.products import Entered, gradient_of_x, save, saved
 from meshlora.layers.rounded import rounded
 from meshlora.wings.kernels.early_a import Ride
 
@@ -86,30 +86,16 @@ class _Product(Function):
     def forward(
         ctx: Any, x: Tensor, token: Tensor | None, weight: Tensor | FewBits, bias: Tensor | None, entered: Entered
     ) -> Tensor:
-        ctx.packed = weight if isinstance(weight, FewBits) else None
-        ctx.save_for_backward(None if isinstance(weight, FewBits) else weight)
+        save(ctx, weight)
         ctx.gradient = entered.gradient
         y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        rows, x2 = y.view(-1, weight.shape[0]), x.reshape(-1, x.shape[-1])
-        if isinstance(weight, FewBits):
-            weight.write_product(rows, x2, bias)
-        elif bias is None:
-            torch.mm(x2, weight.T, out=rows)
-        else:
-            torch.addmm(bias, x2, weight.T, out=rows)
+        write_product(_rows(y), _rows(x), weight, bias)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (weight,) = ctx.saved_tensors
-        shared = ctx.gradient
-        so_far = None if shared is None else shared.so_far()
-        g = grads[0].reshape(-1, grads[0].shape[-1])
-        dx = gradient_of_input(g, weight if ctx.packed is None else ctx.packed, so_far)
-        if shared is None:
-            return dx.view(*grads[0].shape[:-1], dx.shape[1]), None, None, None, None
-        shared.hold(dx)
-        return None, None, None, None, None
+        (weight,) = saved(ctx)
+        return gradient_of_x(ctx, grads[0], weight), None, None, None, None
 
 
 class GateFunction(Function):

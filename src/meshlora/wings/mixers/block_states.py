@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshlora.comm.groups import SharedByCopies
 
-class BlockStates:
+
+class BlockStates(SharedByCopies):
     """The states of the running forward.
 
     kept: number of states -> `[B, S, n, H]`, cut as the stream is. before: layer -> the number of states before it;
@@ -34,9 +36,6 @@ class BlockStates:
             self._keep(layer, index, is_boundary=is_boundary)
             self.before.append(self.before[index] + is_boundary)
         mixer.register_forward_pre_hook(self._mix)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> BlockStates:
-        return self  # of a model and its hooks
 
     def given(self, layer: int) -> Tensor:
         """Those before `layer`, `[B, S, n*H]`, to hand on."""

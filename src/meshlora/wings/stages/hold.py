@@ -165,18 +165,7 @@ class HeldStages(Pipeline):
         for index, layer in enumerate(layers):
             if self.plan.holds(f"{self.plan.layers}.{index}"):
                 layer.register_forward_pre_hook(functools.partial(give, index), with_kwargs=True)
-        noted = self.noted
-
-        def note() -> Callable[[], None]:
-            before, second = noted(), self._second
-
-            def know_again() -> None:
-                before()
-                self._second = second
-
-            return know_again
-
-        self.noted = note
+        self.note_also(lambda: functools.partial(setattr, self, "_second", self._second))
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Note the shape `[B, S]` of the tokens of a forward that begins; keep what its stage needs of `kwargs`."""
@@ -245,7 +234,7 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
         for table in tables:
             _unless(table, _never, functools.partial(_zeros, table.embedding_dim, table.weight.dtype))
     if not plan.has_last_stage:
-        head = _head(model)
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
         for name in plan.after:
             _unless(model.get_submodule(name), _never, _in_place_of(name, head))
     for name, module in model.named_modules():
@@ -271,10 +260,6 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
             if plan.text.startswith(f"{name}."):  # around it: `image_newline` of llava_next
                 _take_out(module, module.named_parameters(recurse=False))
     return pipeline
-
-
-def _head(model: Any) -> str:
-    return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
 
 
 def without_images(given: dict[str, Any]) -> dict[str, Any]:
