@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshlora.plan.families.family import FamilyPlan
     from meshlora.plan.rules import ExpertsRule, LinearRule, ModelPlan, Packing, PlannedBlock, Region
 
+_Answer = TypeVar("_Answer")
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "mixers", "variants", "quantized", "kernels", "context", "packed_rows")
 WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "tables", "found", "names")
@@ -367,6 +368,11 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """Those of all wings."""
     return tuple(importlib.import_module(f"meshlora.wings.{name}.feature").FEATURE for name in WINGS)
+
+
+def first_answer(ask: Callable[[Feature], _Answer | None]) -> _Answer | None:
+    """The answer of the first wing that has one: `first_answer(lambda wing: wing.known_plan(config))`."""
+    return next((answer for feature in features() if (answer := ask(feature)) is not None), None)
 
 
 def check_axes(topology: Topology) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Mesh
-from meshlora.feature import features
+from meshlora.feature import first_answer
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.rules import ModelPlan
 
@@ -51,10 +51,7 @@ class Start:
 
 def start_of(config: LoraConfig) -> Start:
     """What `init_lora_weights` of `config` says. Raises: UserError, UnsupportedError: a wing refuses an option."""
-    for feature in features():
-        if (found := feature.start_of(config)) is not None:
-            return found
-    return Start(config.init_lora_weights)
+    return first_answer(lambda wing: wing.start_of(config)) or Start(config.init_lora_weights)
 
 
 def draw_factors(target: Target, *, init: bool | str, seed: int) -> dict[str, Tensor]:
@@ -92,13 +89,9 @@ def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str
         if init == "gaussian" and is_first:
             drawn.append(torch.randn(matrix, generator=generator_of(seed, own)) / target.r)
         else:
-            drawn.append(_uniform(matrix, fan_in, generator_of(seed, own)))
+            # U(-1/sqrt(fan_in), 1/sqrt(fan_in)), as `kaiming_uniform_` with a=sqrt(5), the default of nn.Linear.
+            drawn.append((torch.rand(matrix, generator=generator_of(seed, own)) * 2 - 1) * (1 / math.sqrt(fan_in)))
     return torch.stack(drawn).view(shape)
-
-
-def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) -> Tensor:
-    """U(-1/sqrt(fan_in), 1/sqrt(fan_in)): `torch.nn.init.kaiming_uniform_` with a=sqrt(5), the default of nn.Linear."""
-    return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

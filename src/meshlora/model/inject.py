@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.feature import features
+from meshlora.feature import features, first_answer
 from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.held_tokens import ContextCut
@@ -38,7 +38,7 @@ def parallelize(
     The base is frozen. Everything else stays the model's own. Returns the cuts of its forwards over cp and
     under sp, and their way through this stage. options: with which the model was built; None: the usual ones.
     """
-    pipeline = _pipeline(model, plan, mesh)
+    pipeline = first_answer(lambda wing: wing.pipeline(model, plan, mesh)) or Pipeline()
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # adapters come later, and are trained
     tied = is_tied(model, plan)  # before the head gets a weight of its own
@@ -86,14 +86,6 @@ def parallelize(
     return *cuts, pipeline
 
 
-def _pipeline(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> Pipeline:
-    for feature in features():
-        pipeline = feature.pipeline(model, plan, mesh)
-        if pipeline is not None:
-            return pipeline
-    return Pipeline()
-
-
 ParallelLeaf = AdaptedLeaf | ParallelEmbedding
 
 
@@ -117,9 +109,8 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     module = model.get_submodule(name)
     if isinstance(module, ParallelLeaf):
         return module
-    for feature in features():
-        if (own := feature.adopt(module, plan, name)) is not None:
-            return own
+    if (own := first_answer(lambda wing: wing.adopt(module, plan, name))) is not None:
+        return own
     if name in plan.tables:
         parallelize_embedding(module, None, tp, name=name)
         assert isinstance(module, ParallelEmbedding)

@@ -36,7 +36,7 @@ from meshlora.adapter.targets.pieces import own_words, with_own_words, with_piec
 from meshlora.adapter.targets.resolve import KINDS, Target
 from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
-from meshlora.feature import features
+from meshlora.feature import features, first_answer
 from meshlora.model.inject import is_tied
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
@@ -255,9 +255,8 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
     assert planned.folder is not None
     file = planned.folder / WEIGHTS_FILE
     targets = as_named_in(file, planned.targets)
-    for feature in features():
-        if (of_other_layout := feature.factors_of_file(file, targets, plan)) is not None:
-            return of_other_layout, {}
+    if (of_other_layout := first_answer(lambda wing: wing.factors_of_file(file, targets, plan))) is not None:
+        return of_other_layout, {}
     expected, of_copies = file_shapes(targets), dict[str, str]()
     for name in planned.of_base:
         key = of_copies[name] = key_of_parameter(name, targets)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.feature import features
+from meshlora.feature import first_answer
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, Leaf
 from meshlora_ground.errors import UnsupportedError
 
@@ -42,13 +42,14 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         return family
     plan: dict[str, str] | None = getattr(config, "base_model_tp_plan", None)
     if not plan:
-        for feature in features():
-            if (found := feature.found_plan(model, layers_name, experts)) is not None:
-                return _with_streams(found, layers)
+        if (found := first_answer(lambda wing: wing.found_plan(model, layers_name, experts))) is not None:
+            return _with_streams(found, layers)
         rule = "neither transformers nor meshlora has a tensor-parallel plan for it"
         raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1, with dp as you like")
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
-    paths, owned = _paths(layers), _own_parameters(layers)
+    paths, named = _paths(layers), [path for layer in layers for path, _ in layer.named_parameters()]
+    # Parameters that no linear or norm owns, as attention sinks.
+    owned = {path: None for path in named if not path.endswith((".weight", ".bias"))}
     apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     styles: dict[str, str] = {}  # path of a module -> its style
     parameters: dict[str, int] = {}
@@ -79,8 +80,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
 
 def known_plan(config: Any) -> FamilyPlan | None:
     """The plan that a table of a wing has of the family of a text part's `config`, or None."""
-    plans = (feature.known_plan(config) for feature in features())
-    return next((plan for plan in plans if plan is not None), None)
+    return first_answer(lambda wing: wing.known_plan(config))
 
 
 def _with_streams(plan: FamilyPlan, layers: nn.ModuleList) -> FamilyPlan:
@@ -94,18 +94,7 @@ def _with_streams(plan: FamilyPlan, layers: nn.ModuleList) -> FamilyPlan:
 
 def _paths(layers: nn.ModuleList) -> KeysView[str]:
     """The names of all modules in the layers, relative to theirs, in order: layers need not be alike."""
-    found: dict[str, None] = {}
-    for layer in layers:
-        found |= dict.fromkeys(path for path, _ in layer.named_modules())
-    return found.keys()
-
-
-def _own_parameters(layers: nn.ModuleList) -> KeysView[str]:
-    """The names of parameters that no linear or norm owns, as attention sinks, relative to the layers."""
-    found: dict[str, None] = {}
-    for layer in layers:
-        found |= dict.fromkeys(path for path, _ in layer.named_parameters() if not path.endswith((".weight", ".bias")))
-    return found.keys()
+    return dict.fromkeys(path for layer in layers for path, _ in layer.named_modules()).keys()
 
 
 def text_decoder(model: Any) -> tuple[str, Any]:
