@@ -25,8 +25,8 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.feature import features
 from meshlora.model.dp_shard import check_units
-from meshlora.model.stored import has_own_head, num_stored, stored_dtype
-from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
+from meshlora.model.stored import num_stored, stored_dtype
+from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, has_own_head, kept_wide
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
 from meshlora.plan.features import Asked

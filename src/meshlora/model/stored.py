@@ -30,9 +30,6 @@ from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
 
-_ROWS_AT_ONCE = 4096
-_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-
 # (start, stop) along each dim.
 Bounds = Sequence[tuple[int, int]]
 # A range wanted along a dim, and its place in the result.
@@ -224,7 +221,7 @@ def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
 def num_stored(folder: Path) -> int:
     """The number of tensors in a checkpoint; 0 if none can be read."""
     try:
-        return len(list(_stored_tensors(folder)))
+        return len(list(stored_tensors(folder)))
     except UserError:
         return 0
 
@@ -233,7 +230,7 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
     """The dtype of most plain numbers in a checkpoint, which weights in few bits become; None if none can be read."""
     sizes = Counter[str]()
     try:
-        for tensor in _stored_tensors(folder):
+        for tensor in stored_tensors(folder):
             if tensor.dtype in FLOATS:
                 sizes[tensor.dtype] += math.prod(tensor.shape)
     except UserError:
@@ -244,33 +241,8 @@ def stored_dtype(folder: Path) -> torch.dtype | None:
     return FLOATS[most]
 
 
-def has_own_head(folder: Path) -> bool:
-    """Whether a checkpoint holds an output head with other values than its embedding: transformers ties no such two."""
-    heads, embeddings = [], []
-    try:
-        for tensor in _stored_tensors(folder):
-            if tensor.key.endswith(_HEAD):
-                heads.append(tensor)
-            elif tensor.key.endswith(_EMBEDDING):
-                embeddings.append(tensor)
-        return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
-    except UserError:  # it is reported where weights are read
-        return False
-
-
-def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    with open_safetensors(one.file) as file, open_safetensors(other.file) as other_file:
-        rows, other_rows = file.get_slice(one.key), other_file.get_slice(other.key)
-        for start in range(0, one.shape[0], _ROWS_AT_ONCE):  # a vocabulary may be gigabytes
-            some = slice(start, start + _ROWS_AT_ONCE)
-            if not torch.equal(rows[some], other_rows[some]):
-                return False
-    return True
-
-
-def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
+    """The tensors in the files of a checkpoint."""
     for path in weight_files(folder):
         with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
@@ -281,7 +253,7 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[StoredTensor]:
     """The tensors of a checkpoint, where those of a weight in few bits are that weight. Raises: UserError: some are
     missing, or do not fit."""
-    tensors = {tensor.key: tensor for tensor in _stored_tensors(folder)}
+    tensors = {tensor.key: tensor for tensor in stored_tensors(folder)}
     if not quantization:
         return list(tensors.values())
 
@@ -393,7 +365,10 @@ _CHOOSING = {"Chunk", "PermuteForRope", "Split", "Interleave", "Inkling2UnpadVoc
 
 def _pieces(tensor: StoredTensor, converter: Any, model: Any, name: str) -> Iterator[tuple[str, StoredTensor]]:
     """(target, its rows of `tensor`) of a conversion that chooses rows. name: in `model`, of its first target."""
-    kinds, dims = [type(one).__name__ for one in converter.operations], {*_dims(converter.operations)}
+    kinds, dims = (
+        [type(one).__name__ for one in converter.operations],
+        {getattr(one, "dim", 0) for one in converter.operations},
+    )
     if not {*kinds} <= _CHOOSING or len(dims) != 1 or tensor.packed is not None:
         raise UnsupportedError(tensor.key, f"its conversion on load ({kinds}) is not supported yet")
     (dim,) = dims
@@ -409,11 +384,6 @@ def _pieces(tensor: StoredTensor, converter: Any, model: Any, name: str) -> Iter
     for target, of_target in rows.items():
         shape = (*tensor.shape[:dim], of_target.numel(), *tensor.shape[dim + 1 :])
         yield target, dataclasses.replace(tensor, shape=shape, rows=of_target.flatten(), rows_dim=dim)
-
-
-def _dims(operations: Sequence[Any]) -> Iterator[int]:
-    for operation in operations:
-        yield getattr(operation, "dim", 0)
 
 
 def _check_operations(key: str, operations: Sequence[Any]) -> tuple[bool, int]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -23,11 +24,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.feature import features
+from meshlora.feature import first_answer
 from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.frozen import FewBits, FrozenMatrix
 from meshlora.model.dp_shard import shard_unit
-from meshlora.model.stored import Bounds, Part, Stored, StoredTensor, find_stored
+from meshlora.model.stored import Bounds, Part, Stored, StoredTensor, find_stored, stored_tensors
 from meshlora.model.stream import FLOATS
 from meshlora.plan.layout import Layout, contiguous
 from meshlora.plan.rules import ModelPlan, Packing
@@ -37,18 +38,19 @@ from meshlora_ground.files import open_safetensors
 from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_ground.topology import EP, ETP
 
-_ROWS_AT_ONCE = 4096
+_ROWS_AT_ONCE = 4096  # a vocabulary may be gigabytes
+_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class Source:
     """A source of full tensors, read slice by slice.
 
     Attributes:
-        stored: name in the model (not split) -> its stored tensors.
+        stored: name in the model (not split) -> its stored tensors. description: for messages.
     """
 
     def __init__(self, stored: dict[str, Stored], description: str) -> None:
-        self.stored, self._description = stored, description
+        self.stored, self.description = stored, description
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Shape of the whole tensor; None if it is absent."""
@@ -68,11 +70,8 @@ class Source:
 
     def packed(self) -> str | None:
         """The key of a weight that is stored in few bits; None if there is none."""
-        for stored in self.stored.values():
-            for tensor in stored.tensors:
-                if tensor.packed is not None:
-                    return tensor.key
-        return None
+        every = itertools.chain.from_iterable(stored.tensors for stored in self.stored.values())
+        return next((tensor.key for tensor in every if tensor.packed is not None), None)
 
     def read(self, name: str, *parts: Part) -> Tensor:
         """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
@@ -94,10 +93,6 @@ class Source:
     def unused(self, wanted: set[str]) -> list[str]:
         """Names in the source that are not in `wanted`."""
         return sorted(self.stored.keys() - wanted)
-
-    def describe(self) -> str:
-        """For error messages."""
-        return self._description
 
 
 class StateDictSource(Source):
@@ -246,7 +241,7 @@ def check_finite(value: Tensor, name: str, source: Source) -> None:
     # A fifth of the time of the copy into memory; isfinite takes five times that copy.
     least, most = value.aminmax()
     if not (least.isfinite() and most.isfinite()):
-        given = f"{source.describe()}: {name}"
+        given = f"{source.description}: {name}"
         rule = f"it holds values that are not finite as {str(value.dtype).removeprefix('torch.')}"
         raise UserError(given, rule, "copy or download it again, or use a dtype of a wider range")
 
@@ -303,11 +298,11 @@ def check_checkpoint(
             rule += f"; {did_you_mean(missing[0], there)}"
         if task_of(model.config) != CAUSAL:
             way_out = "a part that is new is trained in full: name it in lora.modules_to_save"
-        raise UserError(source.describe(), rule, way_out)
+        raise UserError(source.description, rule, way_out)
     if not allow_unused and (unused := _without_a_place(model, source).get("")):
         rule = f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}"
         way_out = "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true"
-        raise UserError(source.describe(), rule, way_out)
+        raise UserError(source.description, rule, way_out)
     _check_shapes(model, source, aliases, plan)
     return aliases
 
@@ -321,7 +316,7 @@ def extra_weights(model: nn.Module, source: Source) -> str:
             groups.append(f"{len(names)} {kind}, first {names[0]}")
     if not groups:
         return ""
-    return f"{number} weights of {source.describe()} are passed over: {'; '.join(groups)}"
+    return f"{number} weights of {source.description} are passed over: {'; '.join(groups)}"
 
 
 _EXTRA = {
@@ -349,16 +344,9 @@ def _without_a_place(model: Any, source: Source) -> dict[str, list[str]]:
         if layer and first <= int(layer[2]) < first + number:
             kind = "of multi-token prediction"
         else:
-            kind = _kind_of(name, patterns)
+            kind = next((kind for kind, pattern in patterns.items() if pattern.search(name)), "")
         found.setdefault(kind, []).append(name)
     return found
-
-
-def _kind_of(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str:
-    for kind, pattern in patterns.items():
-        if pattern.search(name):
-            return kind
-    return ""
 
 
 def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:
@@ -371,21 +359,18 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
             where = _placement(own, module, parameter, plan)
             if mistake := source.mistake(name, where.shape, where.num_experts):
                 key, rule = mistake
-                raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
+                raise UserError(f"{source.description}: {key}", rule, "are the weights and config.json of one model?")
             if integers := source.integers(name):
                 rule = (
                     "it holds integers or float8 numbers, and config.json has no quantization_config that explains it"
                 )
-                given = f"{source.describe()}: {integers}"
+                given = f"{source.description}: {integers}"
                 raise UnsupportedError(given, rule, "use the checkpoint that was quantised")
 
 
 def _stored_name(names: Sequence[str], source: Source) -> str | None:
     """The first of the names of a weight under which it is stored; None: under none."""
-    for name in names:
-        if source.shape(name) is not None:
-            return name
-    return None
+    return next((name for name in names if source.shape(name) is not None), None)
 
 
 def check_tied(names: Sequence[str], source: Source) -> None:
@@ -393,7 +378,7 @@ def check_tied(names: Sequence[str], source: Source) -> None:
     first, *others = [name for name in names if source.shape(name) is not None]
     for name in others:
         if not _are_equal(first, name, source):
-            given = f"{source.describe()}: {first} and {name}"
+            given = f"{source.description}: {first} and {name}"
             rule = "config.json ties them, but they differ"
             raise UserError(given, rule, "set tie_word_embeddings: false in config.json")
 
@@ -407,6 +392,17 @@ def _are_equal(one: str, other: str, source: Source) -> bool:
         if not torch.equal(source.read(one, rows), source.read(other, rows)):
             return False
     return True
+
+
+def has_own_head(folder: Path) -> bool:
+    """Whether a checkpoint holds an output head with other values than its embedding: transformers ties no such two."""
+    try:
+        stored = {t.key: Stored(((t,),)) for t in stored_tensors(folder) if t.key.endswith((_HEAD, _EMBEDDING))}
+        heads, source = [key for key in stored if key.endswith(_HEAD)], Source(stored, f"checkpoint {folder}")
+        others = [key for key in stored if key not in heads]
+        return len(heads) == len(others) == 1 and not _are_equal(heads[0], others[0], source)
+    except UserError:  # it is reported where weights are read
+        return False
 
 
 def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
@@ -469,11 +465,10 @@ def read_packed(
     Raises:
         UserError: a value that is not finite.
     """
-    for feature in features():
-        packed = feature.read_packed(name, where, source, mesh, packing, dtype=dtype, quantization=quantization)
-        if packed is not None:
-            return packed
-    raise AssertionError(packing)
+    given = name, where, source, mesh, packing
+    packed = first_answer(lambda wing: wing.read_packed(*given, dtype=dtype, quantization=quantization))
+    assert packed is not None, packing
+    return packed
 
 
 def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> None:

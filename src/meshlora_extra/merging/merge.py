@@ -30,9 +30,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.loading.blueprint import build_on_meta
-from meshlora.model.stored import StoredTensor, has_own_head
+from meshlora.model.stored import StoredTensor
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
-from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice
+from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, has_own_head, kept_wide, read_slice
 from meshlora.wings.quantized.rounding import Rounding, rounding_of
 from meshlora_extra.merging.changes import Change, Changes, Lora, merged_expert, merged_weight, read_changes
 from meshlora_extra.merging.check import Base, compare_logits
@@ -257,7 +257,7 @@ def _new_head(
             continue
         change = changes.by_name.get(name, Change())
         if change.whole is None:
-            raise UserError(f"{source.describe()}: {name}", "neither it nor the adapter has this weight of the head")
+            raise UserError(f"{source.description}: {name}", "neither it nor the adapter has this weight of the head")
         value = changes.read(change.whole)
         entry = Entry(name, tuple(value.shape), dtype_name(dtype or value.dtype))
         found.append(_Output(file, entry, name, None, StoredTensor.in_memory(name, value)))
@@ -347,7 +347,7 @@ def _outputs(
     outputs = []
     for name, stored in source.stored.items():
         if name in changes.by_name and (integers := source.integers(name)):
-            raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
+            raise UnsupportedError(f"{source.description}: {integers}", "it holds integers, and the adapter changes it")
         first = stored.tensors[0]
         if stored.experts and first.swapped:  # linears of each, in few bits alone: as the model holds them
             entry = Entry(name, stored.shape, type_of(name, first.dtype))
@@ -480,7 +480,7 @@ def _not_finite(output: _Output, source: CheckpointSource) -> MeshloraError:
         for tensor in source.stored[output.name].tensors:
             if not torch.isfinite(read_slice(tensor)).all():
                 rule = "it holds values that are not finite"
-                return UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
+                return UserError(f"{source.description}: {tensor.key}", rule, "copy or download it again")
     return MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
 
 
