@@ -6,8 +6,7 @@ Owns: the rounding. Does not own: the matrices that have such products (`wings.q
     e(S)   = ceil(log2(max|S| / 448)), at least -126                  448 is the largest e4m3: nothing saturates
     Q(x)   = 2^e R(x / 2^e), e of each 32 features of a token         R: to the nearest e4m3, ties to even
 
-Scales are powers of two: what a number is rounded to does not depend on them, unless it falls below the normal range of
-its block. Blocks of 32 are of the whole matrix, and no cut crosses one: each rank rounds as one process does.
+Why these, and why no cut crosses a block: docs/quantization.md, "Products in float8".
 """
 
 from __future__ import annotations

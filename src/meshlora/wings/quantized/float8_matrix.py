@@ -18,13 +18,12 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.wings.quantized import float8_gpu
 from meshlora.wings.quantized.float8 import BIAS, exponents_of, nearest, power, round_tokens
 from meshlora.wings.quantized.kinds import FLOAT8_BLOCK, Touched
-from meshlora.wings.quantized.quantized import Form, Packed
+from meshlora.wings.quantized.quantized import Form, Packed, in_blocks
 from meshlora_ground.errors import UnsupportedError
 
 # Of the norm of a block: what one scale of a matrix may change. Rounding to e4m3 changes 2.6e-2. Not a part of its
@@ -118,11 +117,8 @@ def _gradient(matrix: Packed, g: Tensor) -> Tensor:
 def pack_float8(weight: Tensor, kind: str) -> Packed:
     """`weight` `[out, in]` as codes of W^, or, for float8_backward, itself, with the exponents of its blocks."""
     exact = weight.float().contiguous()
-    height, width = exact.shape
     rows, columns = (Touched.by(0, size, FLOAT8_BLOCK).counts for size in exact.shape)
-    padded = F.pad(exact, (0, -width % FLOAT8_BLOCK, 0, -height % FLOAT8_BLOCK))  # of the last dim first
-    blocks = padded.view(len(rows), FLOAT8_BLOCK, len(columns), FLOAT8_BLOCK)
-    scales = (exponents_of(blocks.abs().amax((1, 3))) + BIAS).to(torch.uint8)
+    scales = (exponents_of(in_blocks(exact).abs().amax((1, 3))) + BIAS).to(torch.uint8)
     form = Float8Form(kind, weight.dtype, rows, columns)
     codes = weight.contiguous() if form.holds_numbers else _codes(exact, exponents_of_blocks(scales), form)
     return form.matrix(codes, scales)
@@ -162,15 +158,8 @@ def _numbers(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
 
 def _most_changed(found: Tensor, exact: Tensor) -> float:
     """Of `[out, in]`: the largest change of a block, relative to its norm."""
-    changes, norms = _squares_of_blocks(found - exact), _squares_of_blocks(exact)
+    changes, norms = (in_blocks(each).square().sum((1, 3)) for each in (found - exact, exact))
     return (changes / norms.clamp(min=1e-30)).max().sqrt().item()
-
-
-def _squares_of_blocks(x: Tensor) -> Tensor:
-    """Sum of squares of each 128 x 128 of x `[out, in]`."""
-    size = FLOAT8_BLOCK
-    padded = F.pad(x, (0, -x.shape[1] % size, 0, -x.shape[0] % size))
-    return padded.view(padded.shape[0] // size, size, padded.shape[1] // size, size).square().sum((1, 3))
 
 
 def matrix_like(height: int, width: int, kind: str, dtype: torch.dtype, *, device: str) -> Packed:

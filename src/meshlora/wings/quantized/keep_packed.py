@@ -14,7 +14,7 @@ import torch
 
 from meshlora.comm.groups import Mesh
 from meshlora.layers.adapted import Placement
-from meshlora.model.stored import Part, Stored, StoredTensor
+from meshlora.model.stored import Part, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, in_file, local_parts, read_bounds
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
@@ -56,25 +56,13 @@ def kept_packed(
 
 
 def packings(source: Source) -> dict[str, Packing]:
-    """Name -> how it can stay packed in memory, for the weights that can."""
+    """Name -> how it can stay packed in memory, for the weights that can: none that is in plain numbers."""
     found = {}
     for name, stored in source.stored.items():
-        packing = _packing(stored)
-        if packing is not None:
+        own = {None if tensor.packed is None else _format(tensor).packing for tensor in stored.tensors}
+        if len(own) == 1 and (packing := own.pop()) is not None:  # a matrix has one form in memory
             found[name] = packing
     return found
-
-
-def _packing(stored: Stored) -> Packing | None:
-    """How it can stay packed in memory; None if it is in plain numbers, or cannot."""
-    found = set()
-    for tensor in stored.tensors:
-        if tensor.packed is None:
-            return None
-        found.add(_format(tensor).packing)
-    if len(found) != 1:  # a matrix has one form in memory
-        return None
-    return found.pop()
 
 
 def _format(tensor: StoredTensor) -> PackedFormat:

@@ -107,7 +107,8 @@ def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
     found = {name: rule for name, rule in _linears(plan).items() if not rule.is_transposed}
     rule = "none of its linears can have products in float8: they are experts, or stored transposed"
     if plan.quantization is not None:
-        found = {name: each for name, each in found.items() if _is_e4m3(plan.quantized.get(name))}
+        kinds = {name: packing.kind for name, packing in plan.quantized.items()}
+        found = {name: each for name, each in found.items() if kinds.get(name) == "fp8"}
         rule = "none of its linears is stored in float8 (e4m3)"
     if not found:
         raise UserError(f"compute {compute} of model_type {plan.model_type!r}", rule, "leave out model.compute")
@@ -119,10 +120,6 @@ def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
         else:
             packings[name] = Packing(COMPUTE[compute], (FLOAT8_BLOCK, FLOAT8_BLOCK), 1)
     return dataclasses.replace(plan, compute=compute, quantized=packings)
-
-
-def _is_e4m3(packing: Packing | None) -> bool:
-    return packing is not None and packing.kind == "fp8"
 
 
 def _check_cuts(plan: ModelPlan, rule: LinearRule, compute: str) -> None:

@@ -22,7 +22,7 @@ from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.fp4 import place_of_mxfp4, place_of_nvfp4
 from meshlora.wings.quantized.grouped_ints import GroupedInts
-from meshlora.wings.quantized.kinds import Tensors, Touched
+from meshlora.wings.quantized.kinds import MX_BLOCK, Tensors, Touched
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
 
@@ -30,7 +30,6 @@ METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq
 # Kinds of stored numbers of 8 bits; integers only where a method says so.
 _OF_8_BITS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2", "I8": "integers"}
 _OF_COMPRESSED = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
-_MX_BLOCK = 32
 _NUM_BYTES = {"F8_E8M0": 1, "U8": 1, "BF16": 2, "F16": 2}
 _BNB_STATE = ".quant_state.bitsandbytes__"
 # Scales of activations and of caches, which training has no use for, and what says no more.
@@ -68,10 +67,7 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
     # Option -> the values that are read, what stands for one that is not given first.
     read: dict[str, dict[str, tuple[Any, ...]]] = {
         "fp8": {"expert_dtype": ("fp8", "fp4")},
-        "compressed-tensors": {
-            "format": _OF_COMPRESSED,
-            "transform_config": (None, {}),
-        },
+        "compressed-tensors": {"format": _OF_COMPRESSED, "transform_config": (None, {})},
         # Of several kinds each matrix says its own.
         "modelopt": {"quant_algo": (None, "NVFP4", "FP8", "MIXED_PRECISION")},
         "gptq": {
@@ -322,24 +318,24 @@ class Mxfp4:
     @staticmethod
     def of(codes: tuple[int, ...], scales: tuple[int, ...]) -> Mxfp4 | None:
         """The format of codes and scales of these shapes; None if they do not fit."""
-        if len(codes) != 4 or codes != (*scales, _MX_BLOCK // 2):
+        if len(codes) != 4 or codes != (*scales, MX_BLOCK // 2):
             return None
         experts, outputs, blocks, _ = codes
-        return Mxfp4((experts, blocks * _MX_BLOCK, outputs))
+        return Mxfp4((experts, blocks * MX_BLOCK, outputs))
 
     @property
     def packing(self) -> Packing | None:
         """How codes and scales stay packed in memory."""
-        return Packing("mxfp4", (1, _MX_BLOCK), 1)
+        return Packing("mxfp4", (1, MX_BLOCK), 1)
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """The slice `bounds` of the weight, packed: codes and scales as they are stored, transposed."""
         experts, (start, stop), outputs = bounds
-        along = Touched.by(start, stop, _MX_BLOCK)
+        along = Touched.by(start, stop, MX_BLOCK)
         assert start % 2 == 0 == stop % 2, bounds
         blocks = (along.first, along.last)
-        codes = read("codes", [experts, outputs, blocks, (0, _MX_BLOCK // 2)]).flatten(-2)
-        offset = along.first * _MX_BLOCK
+        codes = read("codes", [experts, outputs, blocks, (0, MX_BLOCK // 2)]).flatten(-2)
+        offset = along.first * MX_BLOCK
         codes = codes[..., (start - offset) // 2 : (stop - offset) // 2].contiguous()
         rows = (1,) * (outputs[1] - outputs[0])
         form = Form("mxfp4", torch.float32, rows, along.counts, is_transposed=True)
@@ -349,12 +345,12 @@ class Mxfp4:
         """The slice `bounds` of the weight, in float32; one expert at a time, as its codes alone need little memory."""
         (first, last), (start, stop), outputs = bounds
         table = values_of("mxfp4")
-        blocks = (start // _MX_BLOCK, -(-stop // _MX_BLOCK))
-        offset = blocks[0] * _MX_BLOCK
+        blocks = (start // MX_BLOCK, -(-stop // MX_BLOCK))
+        offset = blocks[0] * MX_BLOCK
         whole = torch.empty(last - first, stop - start, outputs[1] - outputs[0])
         for place, expert in enumerate(range(first, last)):
             one = (expert, expert + 1)
-            pairs = read("codes", [one, outputs, blocks, (0, _MX_BLOCK // 2)])[0].int()
+            pairs = read("codes", [one, outputs, blocks, (0, MX_BLOCK // 2)])[0].int()
             values = torch.stack([table[pairs & 15], table[pairs >> 4]], -1).flatten(-2)  # low nibble first
             exponents = read("scales", [one, outputs, blocks])[0].int() - 127
             values = torch.ldexp(values, exponents[..., None]).flatten(-2)

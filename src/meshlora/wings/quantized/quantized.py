@@ -25,13 +25,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, NV_BLOCK, OF_LIBRARY, STORED, WITH_ZEROS, Touched
+from meshlora.wings.quantized.kinds import (
+    BITS,
+    FACTOR_BYTES,
+    FLOAT8_BLOCK,
+    MX_BLOCK,
+    NV_BLOCK,
+    OF_LIBRARY,
+    STORED,
+    WITH_ZEROS,
+    Touched,
+)
 from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
 _BLOCK = 64  # of bitsandbytes, consecutive input features
-_FP8_BLOCK, _FP8_MOST = 128, 448.0
-_MX_BLOCK = 32
+_FP8_MOST = 448.0
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OF_8_BITS = {
     "fp8": torch.float8_e4m3fn,
@@ -457,9 +466,8 @@ def pack(weight: Tensor, kind: str) -> Packed:
 def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
     """The largest of each block of 128 x 128 becomes 448, the largest of e4m3 (DeepSeek-V3, section 3.3)."""
     height, width = exact.shape
-    rows, columns = Touched.by(0, height, _FP8_BLOCK).counts, Touched.by(0, width, _FP8_BLOCK).counts
-    padded = F.pad(exact, (0, -width % _FP8_BLOCK, 0, -height % _FP8_BLOCK))  # of the last dim first
-    padded = padded.view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
+    rows, columns = Touched.by(0, height, FLOAT8_BLOCK).counts, Touched.by(0, width, FLOAT8_BLOCK).counts
+    padded = in_blocks(exact)
     largest = padded.abs().amax((1, 3))
     scales = largest / torch.full_like(largest, _FP8_MOST)  # by a number a GPU would multiply with its reciprocal
     scales[scales == 0] = 1.0  # of zeros: 0 / 0
@@ -468,16 +476,22 @@ def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
     return Packed(codes.view(torch.uint8), scales, Form("fp8", dtype, rows, columns))
 
 
+def in_blocks(x: Tensor) -> Tensor:
+    """`[out, in]` -> `[n, 128, m, 128]`, with zeros at the ends."""
+    padded = F.pad(x, (0, -x.shape[1] % FLOAT8_BLOCK, 0, -x.shape[0] % FLOAT8_BLOCK))  # of the last dim first
+    return padded.unflatten(1, (-1, FLOAT8_BLOCK)).unflatten(0, (-1, FLOAT8_BLOCK))
+
+
 def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
     """Blocks of 32 share the power of two below their largest, less 2, the exponent of the largest e2m1; numbers are
     rounded to the nearest, ties to even, and at most to 6 (OCP Microscaling Formats 1.0, section 6.3).
     """
     rows, width = exact.shape
-    blocks = exact.view(rows, -1, _MX_BLOCK)
+    blocks = exact.view(rows, -1, MX_BLOCK)
     largest = blocks.abs().amax(-1)
     exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
     scales = torch.where(largest > 0, exponents + 127, 0).to(torch.uint8)
-    form = Form("mxfp4", dtype, (1,) * rows, (_MX_BLOCK,) * (width // _MX_BLOCK))
+    form = Form("mxfp4", dtype, (1,) * rows, (MX_BLOCK,) * (width // MX_BLOCK))
     return Packed(_codes_of_e2m1(blocks / numbers_of_scales(scales).unsqueeze(-1)), scales, form)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,11 @@ from torch import Tensor, nn
 from meshlora.model.stored import Stored
 from meshlora.model.stream import Entry
 from meshlora.plan.derive import plan_model
-from meshlora.wings.quantized.kinds import with_quantization
+from meshlora.wings.quantized.kinds import FLOAT8_BLOCK, MX_BLOCK, with_quantization
 from meshlora.wings.quantized.packed import Mxfp4
 from meshlora.wings.quantized.quantized import Packed, pack, stacked
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
-
-_FP8_BLOCK, _MX_BLOCK = 128, 32
 
 
 @dataclass
@@ -48,13 +46,13 @@ class Rounding:
             return {"": entry}
         if self.kind == "fp8":
             # A block at the edge may be smaller, and has a scale of its own.
-            blocks = tuple(-(-size // _FP8_BLOCK) for size in entry.shape)
+            blocks = tuple(-(-size // FLOAT8_BLOCK) for size in entry.shape)
             codes = dataclasses.replace(entry, dtype="F8_E4M3")
             return {"codes": codes, "scales": Entry(f"{entry.key}_scale_inv", blocks, "F32")}
         experts, inputs, outputs = entry.shape
-        groups = (experts, outputs, inputs // _MX_BLOCK)
+        groups = (experts, outputs, inputs // MX_BLOCK)
         return {
-            "codes": Entry(f"{entry.key}_blocks", (*groups, _MX_BLOCK // 2), "U8"),
+            "codes": Entry(f"{entry.key}_blocks", (*groups, MX_BLOCK // 2), "U8"),
             "scales": Entry(f"{entry.key}_scales", groups, "U8"),
         }
 
@@ -73,7 +71,7 @@ class Rounding:
             return found.scales
         for one, matrix in zip(each, value, strict=True):
             self._count(one, matrix.T)
-        return found.codes.unflatten(-1, (-1, _MX_BLOCK // 2))
+        return found.codes.unflatten(-1, (-1, MX_BLOCK // 2))
 
     def _count(self, packed: Packed, value: Tensor) -> None:
         wide = value.double()  # squares of millions of small errors, added up
@@ -86,7 +84,7 @@ class Rounding:
         error, weight = self.squares.sqrt().tolist()
         found = f"{len(self.keys)} matrices in {self.kind}: {error / weight:.1e} of their norm is lost by rounding"
         if self.left:
-            found += f"; {len(self.left)} stay plain, as blocks of {_FP8_BLOCK} do not divide them ({self.left[0]})"
+            found += f"; {len(self.left)} stay plain, as blocks of {FLOAT8_BLOCK} do not divide them ({self.left[0]})"
         return found
 
 
@@ -101,7 +99,7 @@ def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapp
     if kind == "mxfp4":
         experts = set[str]()
         for one in stored.values():
-            if any(_is_mxfp4(t.packed) for t in one.tensors):
+            if any(t.packed is not None and isinstance(t.packed[0], Mxfp4) for t in one.tensors):
                 experts |= {t.key for t in one.tensors}
         if not experts:
             rule = "only experts that are stored in mxfp4 are written in it"
@@ -120,7 +118,7 @@ def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapp
         raise UnsupportedError(f"--quantize fp8 of {fused[0]}", rule, "leave out --quantize")
     own = {t.key for name in chosen for t in stored[name].tensors if _divides(t.shape)}
     if not own:
-        raise UnsupportedError("--quantize fp8", f"blocks of {_FP8_BLOCK} divide no matrix", "leave out --quantize")
+        raise UnsupportedError("--quantize fp8", f"blocks of {FLOAT8_BLOCK} divide no matrix", "leave out --quantize")
     left, undivided = (linears - names) & stored.keys(), []
     for name in chosen:
         for tensor in stored[name].tensors:
@@ -131,20 +129,12 @@ def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapp
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
-        "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
-        "modules_to_not_convert": _modules(left),
+        "weight_block_size": [FLOAT8_BLOCK, FLOAT8_BLOCK],
+        "modules_to_not_convert": sorted(name.removesuffix(".weight") for name in left),
     }
     return Rounding(kind, frozenset(own), config, tuple(undivided))
 
 
-def _is_mxfp4(packed: Any) -> bool:
-    return packed is not None and isinstance(packed[0], Mxfp4)
-
-
 def _divides(shape: tuple[int, ...]) -> bool:
     """Whether transformers' loader, which divides a matrix into equal blocks, reads one of `shape`."""
-    return len(shape) == 2 and math.prod(shape) > 0 and all(n % _FP8_BLOCK == 0 or n < _FP8_BLOCK for n in shape)
-
-
-def _modules(names: Collection[str]) -> list[str]:
-    return sorted(name.removesuffix(".weight") for name in names)
+    return len(shape) == 2 and math.prod(shape) > 0 and all(n % FLOAT8_BLOCK == 0 or n < FLOAT8_BLOCK for n in shape)
