@@ -155,7 +155,8 @@ def plan_adapter(
     if config.trainable_token_indices and not rows:
         raise UnsupportedError("trainable_token_indices", "the wing vocabulary is not in WINGS")
     for each in rows.values():
-        parameters[each.name] = trained_rows(model, plan, each)
+        _, width = whole_shape(model, plan, f"{each.module}.weight")
+        parameters[each.name] = Trained((len(each.ids), width), rows_rule(plan, each.module))
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
     tied: tuple[str, ...] = ()
     if config.ensure_weight_tying and f"{plan.embedding}.weight" in copies and is_tied(model, plan):
@@ -317,14 +318,8 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
     return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
 
 
-def trained_rows(model: Any, plan: ModelPlan, rows: TokenRows) -> Trained:
-    """The parameter of `rows`: whole on every rank, with a gradient of the terms of this rank's own tokens."""
-    _, width = whole_shape(model, plan, f"{rows.module}.weight")
-    return Trained((len(rows.ids), width), rows_rule(plan, rows.module))
-
-
 def rows_rule(plan: ModelPlan, module: str) -> FactorRule:
-    """The rule of rows of the vocabulary of `module`."""
+    """The rule of rows of the vocabulary of `module`: whole on every rank, with the terms of its own tokens."""
     if module in plan.linears:
         return factor_rule(plan.linears[module], Side.INPUT, sp=plan.topology.sp)
     return _rule_on_embedding(plan, module, Side.OUTPUT)

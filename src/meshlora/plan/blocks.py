@@ -137,7 +137,5 @@ def _has_heads(module: nn.Module) -> bool:
 
 
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    for name in names:
-        if isinstance(value := getattr(module, name, None), int):
-            return value
-    return None
+    values = (getattr(module, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int)), None)

@@ -63,10 +63,6 @@ def _are_tokens(value: object) -> bool:
     return all(type(i) is int and i >= 0 for i in value) and 0 < len(value) == len(set(value))
 
 
-def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict) and _is_each(value, str)
-
-
 # Option -> (whether a value is valid, the rule). In the order in which they are checked.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
@@ -78,7 +74,13 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda value: isinstance(value, bool), "it is true or false"),
     ),
     "runtime_config": (lambda value: isinstance(value, LoraRuntimeConfig | dict), "it is a group of keys"),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (_is_mapping, "it maps patterns to numbers, as in {q_proj: 8}")),
+    **dict.fromkeys(
+        ("rank_pattern", "alpha_pattern"),
+        (
+            lambda value: isinstance(value, dict) and _is_each(value, str),
+            "it maps patterns to numbers, as in {q_proj: 8}",
+        ),
+    ),
     **dict.fromkeys(("modules_to_save", "target_parameters"), (_are_names, "it is a list of names")),
     **dict.fromkeys(
         ("target_modules", "exclude_modules"), (_are_texts, "it is a list of names or one regular expression")

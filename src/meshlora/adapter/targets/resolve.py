@@ -138,7 +138,10 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         UnsupportedError: a match that is not a linear, or the output head.
     """
     check_supported(config)
-    _check_task(config, plan)
+    task = str(getattr(config.task_type, "value", config.task_type) or plan.task)
+    if task != plan.task:
+        way_out = "the objective decides of it: leave task_type out"
+        raise UnsupportedError(f"LoraConfig(task_type={task!r})", f"the model is one for {plan.task}", way_out)
     options.check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
     for feature in features():
         config = feature.with_names_of_model(config, plan)
@@ -176,13 +179,6 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
             targets[name] = dataclasses.replace(targets[name], in_file=in_file)
     _check_size(targets)
     return targets
-
-
-def _check_task(config: LoraConfig, plan: ModelPlan) -> None:
-    given = str(getattr(config.task_type, "value", config.task_type) or plan.task)
-    if given != plan.task:
-        way_out = "the objective decides of it: leave task_type out"
-        raise UnsupportedError(f"LoraConfig(task_type={given!r})", f"the model is one for {plan.task}", way_out)
 
 
 def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:

@@ -126,12 +126,8 @@ class RowsOfMask:
 
     def own(self, held: HeldTokens) -> Tensor:
         """The rows of a rank's queries `[B, 1, S/cp, S]`, in the order of its tokens."""
-
-        def made() -> Tensor:
-            parts = [self._rows(rows, held.own_on_host[row]) for row, rows in _rows_dealt_alike(held)]
-            return torch.cat(parts)
-
-        return self._once("own", held, made)
+        parts = ((rows, held.own_on_host[row]) for row, rows in _rows_dealt_alike(held))
+        return self._once("own", held, lambda: torch.cat([self._rows(*part) for part in parts]))
 
     def to(self, dtype: torch.dtype) -> RowsOfMask:
         """The same mask in another dtype, when its rows are made."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -89,7 +89,10 @@ def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:
                 known.add(type(layer))
     for layer in layers:
         if type(layer) not in known:
-            _refuse(layer, plan)
+            rule = "sees other tokens neither by transformers' attention functions nor by a cache"
+            way_out = "use dp, tp and sp, which keep sequences whole in it"
+            given = f"model_type {plan.model_type!r} on {plan.topology}"
+            raise UnsupportedError(given, f"its {type(layer).__name__} {rule}", way_out)
     return replace(plan, attentions=tuple(attentions), recurrent=recurrent, mixing=mixing)
 
 
@@ -145,11 +148,3 @@ def _check(module: nn.Module, name: str, way: str, plan: ModelPlan) -> None:
     if topology.sp and way == WHOLE and is_split:
         rule = "it runs on whole rows on each cp rank, and sp cuts what leaves it before cp does"
         raise UnsupportedError(given, rule, "leave out sp")
-
-
-def _refuse(module: nn.Module, plan: ModelPlan) -> NoReturn:
-    raise UnsupportedError(
-        f"model_type {plan.model_type!r} on {plan.topology}",
-        f"its {type(module).__name__} sees other tokens neither by transformers' attention functions nor by a cache",
-        "use dp, tp and sp, which keep sequences whole in it",
-    )

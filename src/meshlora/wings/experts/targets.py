@@ -176,10 +176,15 @@ def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Colle
     modules: the matches of `target_modules`. by_weight: those of `target_parameters`.
 
     Raises:
-        UnsupportedError, UserError: see the two checks.
+        UnsupportedError: as `_check_options`. UserError: as it; PEFT would refuse the adapter, and its file, as both
+            name a linear: not where it reads the module's name as that of experts.
     """
     _check_options(config, dict.fromkeys([*modules, *by_weight]), plan)  # each once, in order
-    _check_named_once(modules, by_weight, plan)
+    for name in modules:
+        if name in by_weight and not _is_rewritten(name.rpartition(".")[2], plan.model_type):
+            given = f"target_modules and target_parameters: both name {name}"
+            rule = "PEFT has one adapter on a weight, and refuses a file with two"
+            raise UserError(given, rule, "take it out of one of the two")
 
 
 def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
@@ -208,40 +213,16 @@ def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) 
         raise UnsupportedError(given, "PEFT has none for a parameter", "name it in target_modules, and only there")
 
 
-def _check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
-    """Refuse linears among `modules`, the matches of `target_modules`, that `target_parameters` name `by_weight` too.
-
-    Raises:
-        UserError: PEFT would refuse the adapter, and its file. Not where it reads the module's name as that of experts.
-    """
-    for name in modules:
-        if name in by_weight and not _is_rewritten(name.rpartition(".")[2], plan.model_type):
-            given = f"target_modules and target_parameters: both name {name}"
-            rule = "PEFT has one adapter on a weight, and refuses a file with two"
-            raise UserError(given, rule, "take it out of one of the two")
-
-
 def with_stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:
-    """A copy with the `target_parameters` to store."""
+    """A copy with the `target_parameters` to store: as given if they match exactly the targets, else full names."""
     config = dataclasses.replace(with_whole_projections(config, plan))
-    config.target_parameters = _stored_parameters(config, targets, plan)
-    return config
-
-
-def _stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
-    """As given if they match exactly the targets, else full names."""
     given = list(config.target_parameters or ())
-    if not given:
-        return None
-    names = []
-    for name in targets:
-        if name not in plan.projections:
-            name = f"{name}.weight"
-        names.append(name)
+    names = [name if name in plan.projections else f"{name}.weight" for name in targets]
     about = set(matches(given, _parameters(plan)))
-    if about <= set(names):
-        return given
-    return [name for name in names if name in about]
+    config.target_parameters = given or None
+    if not about <= set(names):
+        config.target_parameters = [name for name in names if name in about]
+    return config
 
 
 def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
