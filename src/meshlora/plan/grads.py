@@ -18,26 +18,14 @@ is gathered with a region's input (`wings.kernels.early_a`), of s (g B)^T_i x_i,
 Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Magnitudes scale
 these terms, and a bias of B is added to one of them; the bias of the base comes after the sum, on the residual stream.
 
-The axes of parameters that are whole on every rank depend on their *domain*. PARTIAL, inside a split region: local
-heads or features alone use the output, so the gradient is one term: sum over tp dp. EQUAL, in a whole region or before
-the layers: every tp rank computes the same from the same tokens: dp. RESIDUAL, between regions: as EQUAL, but under sp
-each rank has its own tokens: sum over tp dp. Where nothing is partial, the mean over tp is taken: a no-op if the ranks'
-results agree to the bit, it keeps the copies equal when kernels are not deterministic.
+The axes of parameters that are whole on every rank depend on their *domain*. Where nothing is partial, the mean over tp
+is taken: a no-op if the ranks' results agree to the bit, it keeps the copies equal when kernels are not deterministic.
 
 Rows replicated on several tp ranks (a key/value head that serves query heads on all of them): each rank's gradient has
 the terms of its own query heads, so these rows are also summed over that part of tp.
 
-Experts have their own mesh. Along its axes each rank has its own tokens, dispatched or local, so ranks never compute
-the same:
-
-| expert matrix          | A `[E, r, in]`                   | B `[E, out, r]`                  |
-|------------------------|----------------------------------|----------------------------------|
-| first (gate, up)       | split on 0 (ep): sum over etp edp | split on 0 and 1 (ep, etp): edp |
-| second (down)          | split on 0 and 2 (ep, etp): edp  | split on 0 (ep): sum over etp edp |
-| one adapter for all    | as above without ep, which is summed over too |                     |
-
-First A: each etp rank has the gradient of its own features of every token. Second B: x A^T is a sum over etp of which
-each rank has one term. An expert receives all its tokens of its ep x etp block, which leaves edp to sum over.
+Experts have their own mesh, along whose axes each rank has its own tokens: ranks never compute the same. Their table,
+those of domains, and the reasons are in docs/parallelism.md, "Grad axes".
 """
 
 from __future__ import annotations

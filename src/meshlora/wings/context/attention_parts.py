@@ -5,12 +5,9 @@ Owns: which keys are seen as slices and which by a mask (`parts_of`), attention 
 (`wings.context.context` asks transformers' mask functions), who holds which tokens (`meshlora.plan.token_order`).
 
 A softmax over all keys is one over each part, `out_i` and `lse_i = log sum exp` of it, summed with the weights
-`exp(lse_i - lse)`. With the whole `lse` and `out` known, the backward of a part needs no other: `p = exp(s - lse)`,
-`ds = p * (dout v^T - sum(dout * out))`. So queries, keys, values, out and lse are kept, and neither masks in numbers
-nor probabilities. Keys seen as slices take torch's fused kernel, on a GPU in two-byte dtypes; all else is a few
-products, some queries at a time.
-
-Sink logits (gpt_oss) are one more part, without values. Soft caps (gemma2) are applied to the scores of each part.
+`exp(lse_i - lse)`; the backward of a part needs the whole `lse` and `out` alone: docs/parallelism.md, "Attention in
+parts". Keys seen as slices take torch's fused kernel, on a GPU in two-byte dtypes; all else is a few products, some
+queries at a time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@ of its convolution before the tokens at hand, and the state that they left; `Pas
 
 Ranks hold contiguous parts of each row, all as long, so that each knows what the others send. Inputs of the convolution
 are gathered, the last few of each rank. The state goes from rank to rank, as the next one needs it first: the ranks
-compute a layer's recurrence one after the other. A mixer takes a single token for one that is generated, and then says
-no state: a part has two tokens or more (`data.context.FEWEST`), padding where a row is too short.
+compute a layer's recurrence one after the other. A part has two tokens or more (`plan.token_order.FEWEST`).
 """
 
 from __future__ import annotations

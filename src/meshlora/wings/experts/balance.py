@@ -4,9 +4,8 @@ Owns: the counts, their sums over ranks, and the term of each micro-batch. Does 
 found where transformers itself looks for them, or the weight of the loss.
 
 aux = E sum_e f_e P_e, with f_e the fraction of tokens that choose expert e and P_e its mean probability, both over the
-real tokens of all layers. A product of means is not a sum of products: f must come from all micro-batches of all ranks,
-or the loss would depend on the topology. f has no gradient, so it is counted first: in the normal forward if a step has
-one micro-batch, in an extra forward if it has several.
+real tokens of all layers, micro-batches and ranks. f has no gradient, so it is counted first: in the normal forward if
+a step has one micro-batch, in an extra forward if it has several. Why: docs/parallelism.md.
 """
 
 from __future__ import annotations

@@ -8,13 +8,7 @@ for one rank are contiguous. At an expert, rows are in the order of their source
 in order of arrival, so that the result does not depend on it. Nothing is dropped and nothing is padded; a rank without
 rows still takes part in every exchange, forward and backward.
 
-Two exact routes lead to the etp ranks that share an expert:
-
-- flat: one all-to-all over ep and etp together sends each row to all etp ranks of its expert; the source adds up what
-  they return;
-- two-stage: an all-to-all over ep, between ranks with the same place on etp, then a gather over etp; the way back is a
-  reduce-scatter and an all-to-all. The same bytes in more calls: it pays where etp is inside a node and ep is not.
-
+Two exact routes, flat and two-stage, lead to the etp ranks that share an expert: docs/parallelism.md, "Two routes".
 Only counts are exchanged in advance, one all-gather of each rank's number of rows per expert: expert ids and routing
 weights do not travel.
 """

@@ -9,12 +9,8 @@ and nothing but the residual stream is sent. Modules of other stages pass their 
 besides. The embedding then gives zeros, the layer before a stage's first one the residual stream of the stage before,
 and the layer after its last one sends it on. Layers keep their numbers.
 
-Towers and projectors of a composite are of the first stage: what they make is in the stream when its layers begin.
-Others are given what positions and masks are made of (grids, token types), without pixels, and so run no tower.
-
-Where each layer has a second input, made of what the first stage embeds, those of all later layers go beside the
-stream: a stage passes on what it does not use, and their gradients come back the same way. So do the states of earlier
-blocks that later layers read.
+Towers, second inputs of layers (gemma4) and states of earlier blocks on their way: docs/parallelism.md, "Stages of
+layers".
 """
 
 from __future__ import annotations
