@@ -1,7 +1,7 @@
 """What a wing brings to the core, and which wings there are.
 
 Owns: the interface, and the list. Does not own: what a wing does: that is in its folder in `wings`, whose `feature.py`
-has its `FEATURE`. The core imports no wing: it asks all of them, at the places that the methods below name. A wing that
+has its `Wing`. The core imports no wing: it asks all of them, at the places that the methods below name. A wing that
 has nothing to say at a place leaves its method out.
 
 A wing is one folder and one line of `WINGS`; docs/adding/wing.md shows one.
@@ -367,7 +367,7 @@ class Feature:
 @functools.cache
 def features() -> tuple[Feature, ...]:
     """Those of all wings."""
-    return tuple(importlib.import_module(f"meshlora.wings.{name}.feature").FEATURE for name in WINGS)
+    return tuple(importlib.import_module(f"meshlora.wings.{name}.feature").Wing() for name in WINGS)
 
 
 def first_answer(ask: Callable[[Feature], _Answer | None]) -> _Answer | None:

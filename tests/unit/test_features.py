@@ -277,7 +277,6 @@ ALLOWED = {
     "wings/generation/continuous.py:_check": _OF_MODEL,
     "loading/guards.py:_check_caller": "a wrapper of another library",
     "wings/context/mixing.py:_check": _OF_MODEL,
-    "wings/context/mixing.py:_refuse": _OF_MODEL,
     "wings/context/mixing.py:with_mixers": _OF_MODEL,
     "feature.py:check_proved": _OF_MODEL,
     "plan/families/refused.py:check_family": _OF_MODEL,

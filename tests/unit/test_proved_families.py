@@ -20,7 +20,7 @@ from meshlora.verify import command
 from meshlora.verify.proof import Processes, run_proof
 from meshlora.wings.proved import families
 from meshlora.wings.proved.families import check_proved_here, proof_of_family
-from meshlora.wings.proved.feature import FEATURE
+from meshlora.wings.proved.feature import Wing
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.proof_records import remember
 from meshlora_ground.topology import Topology
@@ -70,7 +70,7 @@ def test_without_the_wing_of_proofs_no_split_is_taken_as_proved(monkeypatch: pyt
     whole = make_blueprint(config, Topology(dp=2), BaseOptions())
     check_proved(whole.on(Topology(tp=2)).plan)
     assert not needs_mask(whole.model, whole.plan)
-    left = tuple(each for each in feature.features() if each is not FEATURE)
+    left = tuple(each for each in feature.features() if not isinstance(each, Wing))
     monkeypatch.setattr(feature, "features", lambda: left)
     monkeypatch.setattr(padding, "features", lambda: left)
     for refused in (Topology(tp=2), Topology(cp=2), Topology(pp=2), Topology(dp=2, ep=2)):

@@ -9,9 +9,6 @@ from meshlora.feature import Feature
 from meshlora.wings.combined.sums import add_weighted_adapter, set_adapter
 
 
-class _Combined(Feature):
+class Wing(Feature):
     def methods(self, model: Any) -> Mapping[str, Callable[..., Any]]:
         return {"set_adapter": set_adapter, "add_weighted_adapter": add_weighted_adapter}
-
-
-FEATURE = _Combined()

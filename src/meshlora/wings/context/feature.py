@@ -8,10 +8,7 @@ from meshlora.wings.context.mixing import with_mixers
 from meshlora_ground.topology import TOKENS
 
 
-class _Context(Feature):
+class Wing(Feature):
     axes = TOKENS
     with_mixers = staticmethod(with_mixers)
     borders = staticmethod(install_context)
-
-
-FEATURE = _Context()

@@ -32,7 +32,7 @@ def inputs_of_both(given: dict[str, Any]) -> dict[str, Any]:
     return own | {"input_ids": ids, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
 
-class _Encoders(Feature):
+class Wing(Feature):
     def replace(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: torch.dtype) -> None:
         if not plan.encoder or plan.topology.tp == 1:
             return
@@ -67,6 +67,3 @@ def _move_bias(model: Any, head: Any) -> None:
     own = torch.nn.functional.pad(own, (0, head.out_features - len(own)))  # rows that no token has
     head.bias = nn.Parameter(own.clone(), requires_grad=False)
     setattr(model, _LOGITS_BIAS, torch.zeros_like(whole[:1]))
-
-
-FEATURE = _Encoders()

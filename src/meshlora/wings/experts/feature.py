@@ -17,7 +17,7 @@ from meshlora.wings.experts.targets import (
 )
 
 
-class _Experts(Feature):
+class Wing(Feature):
     axes = ("ep", "etp")
     find_experts = staticmethod(find_experts)
     lacking_conversions = staticmethod(lacking_conversions)
@@ -32,6 +32,3 @@ class _Experts(Feature):
     as_peft_reads = staticmethod(out_of_reach)
     config_of_file = staticmethod(engine_config)
     factors_of_file = staticmethod(engine_factors)
-
-
-FEATURE = _Experts()

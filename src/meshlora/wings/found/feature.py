@@ -54,7 +54,7 @@ def notes_of(model: Any) -> tuple[str, ...]:
     return tuple(notes)
 
 
-class _FoundPlans(Feature):
+class Wing(Feature):
     def configure(self, config: Any, options: BaseOptions) -> None:
         if options.plan is not None:
             setattr(config, FIELD, text_of(Path(options.plan)))
@@ -108,6 +108,3 @@ def _agreeing(own: Found, found: Found | None, model: Any) -> Found:
             way_out = "leave the plan out: one is found for this configuration"
             raise UnsupportedError(f"plan of model_type {model.config.model_type!r}", rule, way_out)
     return own
-
-
-FEATURE = _FoundPlans()

@@ -12,12 +12,9 @@ from meshlora.wings.generation.rows import all_finished, generate
 from meshlora_ground.compat import transformers_models
 
 
-class _Generation(Feature):
+class Wing(Feature):
     def methods(self, model: Any) -> Mapping[str, Callable[..., Any]]:
         if not hasattr(model, "generate"):
             return {}
         transformers_models.finish_together(model, functools.partial(all_finished, model))
         return {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
-
-
-FEATURE = _Generation()

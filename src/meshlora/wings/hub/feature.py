@@ -17,7 +17,7 @@ from meshlora_ground.hub import located
 from meshlora_ground.pickled import OLD_WEIGHTS, unpickled
 
 
-class _Hub(Feature):
+class Wing(Feature):
     def folder_of(self, given: str, kind: Literal["model", "adapter"], *, trust_remote_code: bool) -> str:
         return located(given, kind, kind=kind, trust_remote_code=trust_remote_code)
 
@@ -53,6 +53,3 @@ class _Described:
 
     def get_dtype(self) -> str:
         return dtype_name(self.tensor.dtype) if self.tensor.is_floating_point() else str(self.tensor.dtype)
-
-
-FEATURE = _Hub()

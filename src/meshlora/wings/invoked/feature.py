@@ -22,7 +22,7 @@ from meshlora_ground.errors import UserError
 _OPTION = "alora_invocation_tokens"
 
 
-class _Invoked(Feature):
+class Wing(Feature):
     def check_adapter(self, model: Any, plan: ModelPlan, adapter: AdapterPlan) -> None:
         tokens = adapter.config.alora_invocation_tokens
         if tokens is None:
@@ -71,6 +71,3 @@ def _generate(model: Any, *args: Any, **options: Any) -> Any:
 def _generate_batch(model: Any, *args: Any, **options: Any) -> Any:
     check({_OPTION: invoked_by(model), "door": "generate_batch"})
     return generate_batch(model, *args, **options)
-
-
-FEATURE = _Invoked()

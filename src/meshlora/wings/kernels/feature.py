@@ -20,7 +20,7 @@ from meshlora.wings.kernels.rms_norm import own_gradients_of_norms
 from meshlora.wings.kernels.rotary import own_rotations
 
 
-class _Kernels(Feature):
+class Wing(Feature):
     check_loading = staticmethod(kernels.check_loading)
     connect_linears = staticmethod(entrance.connect_linears)
 
@@ -40,6 +40,3 @@ class _Kernels(Feature):
     ) -> Callable[[Tensor], Tensor]:
         leaves = [leaf for name in plan.riders(region) if isinstance(leaf := model.get_submodule(name), ParallelLinear)]
         return with_riders(gather, leaves) if leaves else gather
-
-
-FEATURE = _Kernels()

@@ -48,9 +48,6 @@ def _has_tensor(module: nn.Module, path: str) -> bool:
     return isinstance(getattr(dict(module.named_modules()).get(owner), leaf, None), Tensor)
 
 
-class _Mixers(Feature):
+class Wing(Feature):
     planned_block = staticmethod(planned_block)
     finish_model = staticmethod(keep_block_states)
-
-
-FEATURE = _Mixers()

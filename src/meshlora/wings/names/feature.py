@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from meshlora.adapter.targets.resolve import Target
 
 
-class _Names(Feature):
+class Wing(Feature):
     def names_in_file(self, model: Any, targets: Mapping[str, Target]) -> Mapping[str, tuple[str, str]]:
         targets_of: dict[str, list[str]] = {}
         for name, target in targets.items():
@@ -28,6 +28,3 @@ class _Names(Feature):
                 raise UnsupportedError(f"LoRA on {module}", rule, f"name it in exclude_modules: [{module}]")
             found |= dict.fromkeys(targets_of[module], (module, written))
         return found
-
-
-FEATURE = _Names()

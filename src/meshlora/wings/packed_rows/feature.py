@@ -6,8 +6,5 @@ from meshlora.feature import Feature
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 
 
-class _PackedRows(Feature):
+class Wing(Feature):
     finish_model = staticmethod(read_positions_in_masks)
-
-
-FEATURE = _PackedRows()

@@ -7,7 +7,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.wings.proved.families import PROVED, SEE_LATER_TOKENS, check_proved_here
 
 
-class _Proved(Feature):
+class Wing(Feature):
     def is_proved_causal(self, model_type: str) -> bool:
         return model_type in PROVED - SEE_LATER_TOKENS
 
@@ -16,6 +16,3 @@ class _Proved(Feature):
         model_type = f"{plan.model_type} with its encoder" if plan.encoder else plan.model_type
         check_proved_here(model_type, plan.topology, has_experts=bool(plan.experts))
         return True
-
-
-FEATURE = _Proved()

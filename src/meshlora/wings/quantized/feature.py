@@ -9,7 +9,7 @@ from meshlora.wings.quantized.kinds import check_not_quantized, with_compute, wi
 from meshlora.wings.quantized.packed import check_packing, find_packed
 
 
-class _Quantized(Feature):
+class Wing(Feature):
     change_modules = staticmethod(check_gpu_of)
     check_stored_quantization = staticmethod(check_packing)
     kept_packed = staticmethod(kept_packed)
@@ -18,6 +18,3 @@ class _Quantized(Feature):
     packed_weights = staticmethod(find_packed)
     read_packed = staticmethod(read_packed)
     check_trained_base = staticmethod(check_not_quantized)
-
-
-FEATURE = _Quantized()

@@ -12,7 +12,7 @@ from meshlora.wings.stages.hold import hold_stages
 from meshlora_ground.topology import LAYERS
 
 
-class _Stages(Feature):
+class Wing(Feature):
     axes = LAYERS
     with_stages = staticmethod(with_stages)
     plan_of_rank = staticmethod(plan_of_rank)
@@ -20,6 +20,3 @@ class _Stages(Feature):
 
     def check_adapter(self, model: Any, plan: ModelPlan, adapter: AdapterPlan) -> None:
         check_trained(model, plan, adapter.parameters, adapter.weights)
-
-
-FEATURE = _Stages()

@@ -58,7 +58,7 @@ def refuse_others(config: LoraConfig) -> None:
             raise UnsupportedError(f"LoraConfig({option}={value!r})", because, way_out)
 
 
-class _Starts(Feature):
+class Wing(Feature):
     def start_of(self, config: LoraConfig) -> Start | None:
         init = config.init_lora_weights
         refuse_others(config)
@@ -72,6 +72,3 @@ class _Starts(Feature):
         if init == "eva":
             return Eva(init)
         return None
-
-
-FEATURE = _Starts()

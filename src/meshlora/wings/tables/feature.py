@@ -6,8 +6,5 @@ from meshlora.feature import Feature
 from meshlora.wings.tables.tables import explicit_plan
 
 
-class _Tables(Feature):
+class Wing(Feature):
     known_plan = staticmethod(explicit_plan)
-
-
-FEATURE = _Tables()

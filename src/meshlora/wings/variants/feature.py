@@ -13,7 +13,7 @@ from meshlora.wings.variants.bias_of_b import BiasOfB
 from meshlora.wings.variants.magnitudes import Magnitudes, first_magnitude
 
 
-class _Variants(Feature):
+class Wing(Feature):
     def vary(self, model: Any, leaf: Any, adapter: str, target: Target, parts: Mapping[str, Tensor]) -> None:
         if "magnitude" in target.further:
             magnitude = parts.get("magnitude")
@@ -23,6 +23,3 @@ class _Variants(Feature):
         elif "bias" in target.further:
             b = leaf.factor_b(adapter)
             leaf.variants[adapter] = BiasOfB({"bias": parts.get("bias", b.new_zeros(len(b)))})
-
-
-FEATURE = _Variants()

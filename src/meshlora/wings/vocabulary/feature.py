@@ -6,9 +6,6 @@ from meshlora.feature import Feature
 from meshlora.wings.vocabulary.chosen import as_tied, resolve_rows
 
 
-class _Vocabulary(Feature):
+class Wing(Feature):
     as_tied = staticmethod(as_tied)
     token_rows = staticmethod(resolve_rows)
-
-
-FEATURE = _Vocabulary()
