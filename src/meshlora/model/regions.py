@@ -236,10 +236,14 @@ def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
     def own(name: str, value: Any) -> Any:
         if name not in SECOND_INPUTS or not isinstance(value, Tensor):
             return value
-        # `[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`.
-        return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
+        return _second_input(cut, value)
 
     map_arguments(layer, own)
+
+
+def _second_input(cut: TokenCut, value: Tensor) -> Tensor:
+    """`[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`."""
+    return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
 
 
 def map_arguments(module: nn.Module, change: Callable[[str, Any], Any]) -> None:

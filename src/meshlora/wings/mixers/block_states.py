@@ -57,7 +57,7 @@ class BlockStates(SharedByCopies):
             if number == 0:
                 self.kept[0] = stream.new_zeros(*stream.shape[:-1], 0, stream.shape[-1])
             if is_boundary:
-                self.kept[number + 1] = torch.cat([self.kept[number], stream.unsqueeze(-2)], -2)
+                self.kept[number + 1] = _with(self.kept[number], stream)
             return (stream, self.kept[number], *args[2:])
 
         def end(*_: Any) -> None:
@@ -84,6 +84,11 @@ class _Boundary:
 
     def __bool__(self) -> bool:
         return not self.states.is_in_loop
+
+
+def _with(states: Tensor, stream: Tensor) -> Tensor:
+    """`[B, S, n, H]` and the stream `[B, S, H]` -> `[B, S, n + 1, H]`."""
+    return torch.cat([states, stream.unsqueeze(-2)], -2)
 
 
 def keep_block_states(model: nn.Module) -> None:
