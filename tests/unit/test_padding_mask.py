@@ -14,14 +14,14 @@ from torch import Tensor
 import meshlora
 from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.model.padding import needs_mask
+from meshlora.model.padding import is_causal
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.packing_check import _twin
 from meshlora.train.batch import Batch
 from meshlora.train.collation import collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
 from meshlora.wings.found.probe import sees_later_tokens
-from meshlora.wings.proved.families import PROVED, PROVED_EXPERTS, SEE_LATER_TOKENS
+from meshlora.wings.proved.families import PROVED, SEE_LATER_TOKENS
 from meshlora_ground.compat import replaced
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift
@@ -57,7 +57,7 @@ def _batch(vocab_size: int) -> Batch:
 
 def _needs(family: str) -> bool:
     blueprint = make_blueprint(twin_config(family), Topology(), BaseOptions(dtype="float64", disable_dropout=True))
-    return needs_mask(blueprint.model, blueprint.plan)
+    return not is_causal(blueprint.model, blueprint.plan)
 
 
 def _check(family: str, attention: str | None) -> None:
@@ -73,7 +73,7 @@ def _check(family: str, attention: str | None) -> None:
     assert float((masked - plain)[real].abs().max()) <= 1e-12 * scale
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
 def test_a_mask_of_padding_changes_no_token(family: str) -> None:
     assert not _needs(family)
     _check(family, None)
@@ -81,7 +81,7 @@ def test_a_mask_of_padding_changes_no_token(family: str) -> None:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("attention", [None, "eager"])
-@pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
+@pytest.mark.parametrize("family", sorted(PROVED))
 def test_a_mask_of_padding_changes_no_token_of_any_family(family: str, attention: str | None) -> None:
     assert _needs(family) == (family in SEE_LATER_TOKENS | SEES_ITS_PROMPT | OF_ENCODERS_TOO)
     if family not in SEE_LATER_TOKENS | SEES_ITS_PROMPT:
@@ -112,14 +112,13 @@ def test_what_is_recorded_of_later_tokens_is_right_of_any_family(family: str) ->
         assert sees_later_tokens(twin_config(family)) == (family in SEE_LATER_TOKENS)
 
 
-def test_who_routes_tokens_or_sees_later_ones_needs_a_mask() -> None:
+def test_who_sees_later_tokens_needs_a_mask() -> None:
     assert _needs("paligemma")
-    assert _needs("qwen3_moe")
     blueprint = make_blueprint(twin_config("llama"), Topology(), BaseOptions(dtype="float64"))
     blueprint.model.model.layers[1].self_attn.is_causal = False
-    assert needs_mask(blueprint.model, blueprint.plan)
+    assert not is_causal(blueprint.model, blueprint.plan)
     unproved = dataclasses.replace(blueprint.plan, model_type="unheard")
-    assert needs_mask(make_blueprint(twin_config("llama"), Topology(), BaseOptions()).model, unproved)
+    assert not is_causal(make_blueprint(twin_config("llama"), Topology(), BaseOptions()).model, unproved)
 
 
 def _given(model: Any, run: Any) -> tuple[Any, list[Any]]:
@@ -153,13 +152,13 @@ def test_rows_of_a_run_have_no_mask_and_those_of_a_loop_have_theirs() -> None:
     assert masks == [None]
     assert not asked, "transformers would read position ids on the device"
 
-    runtime(model).masks_padding = True
+    runtime(model).is_causal = False
     with lift():
         masked, masks = _given(model, lambda: batch_log_probabilities(model, batch))
     assert masks[0] is batch.attention_mask
     torch.testing.assert_close(plain, masked, rtol=0, atol=1e-12)
 
-    runtime(model).masks_padding = False
+    runtime(model).is_causal = True
     left = tuple(t.flip(1) for t in (batch.input_ids, batch.attention_mask, batch.labels.roll(-1, 1)))
     _, masks = _given(model, lambda: shifted_loss(model, *left, trained=torch.arange(1)))
     assert masks[0] is left[1], "where a loop pads is not known"

@@ -14,7 +14,7 @@ from meshlora.cli.main import main
 from meshlora.feature import check_proved
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model import padding
-from meshlora.model.padding import needs_mask
+from meshlora.model.padding import is_causal
 from meshlora.plan.base_options import BaseOptions
 from meshlora.verify import command
 from meshlora.verify.proof import Processes, run_proof
@@ -69,7 +69,7 @@ def test_without_the_wing_of_proofs_no_split_is_taken_as_proved(monkeypatch: pyt
     config = twin_config("llama")
     whole = make_blueprint(config, Topology(dp=2), BaseOptions())
     check_proved(whole.on(Topology(tp=2)).plan)
-    assert not needs_mask(whole.model, whole.plan)
+    assert is_causal(whole.model, whole.plan)
     left = tuple(each for each in feature.features() if not isinstance(each, Wing))
     monkeypatch.setattr(feature, "features", lambda: left)
     monkeypatch.setattr(padding, "features", lambda: left)
@@ -79,7 +79,7 @@ def test_without_the_wing_of_proofs_no_split_is_taken_as_proved(monkeypatch: pyt
     with pytest.raises(UnsupportedError, match="no wing in WINGS"):
         meshlora.load(config, topology=Topology(tp=2))
     check_proved(whole.plan)  # the model's code, unchanged
-    assert needs_mask(whole.model, whole.plan)
+    assert not is_causal(whole.model, whole.plan)
 
 
 @pytest.mark.long

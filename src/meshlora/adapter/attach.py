@@ -84,7 +84,7 @@ class Runtime:
     plan: of what this rank's stage has. context, cut: the cuts of its forwards over cp, and over tp under sp. pipeline:
     their way through this stage. whole: all stages. base: the base parameters that adapters have copies of. dropout:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
-    masks_padding: padding at the end of rows is masked, too; is_causal: no token sees a later one (`model.padding`).
+    is_causal: no token sees a later one, and padding at the end of rows is not masked (`model.padding`).
     references: adapter -> the frozen one that its objective compares it with; without one it is compared with the base.
     teacher: a second model. loop: of the caller's own. unmerged: while the active adapter is merged
     (`wings.generation.in_memory`), the weights before, by leaf.
@@ -97,7 +97,6 @@ class Runtime:
     cut: TokenCut
     pipeline: Pipeline
     whole: Whole
-    masks_padding: bool = True
     is_causal: bool = False
     adapters: dict[str, Adapter] = field(default_factory=dict)
     references: dict[str, str] = field(default_factory=dict)

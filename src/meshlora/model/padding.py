@@ -17,18 +17,11 @@ from meshlora.plan.rules import ModelPlan
 from meshlora_ground.tasks import CAUSAL
 
 
-def needs_mask(model: Any, plan: ModelPlan) -> bool:
-    """Whether `model` must be told which tokens are padding at the end of rows. plan: of all its stages.
-
-    It must if its family is not proved causal; if it routes tokens to experts, whose choices are counted; and if by its
-    configuration its tokens see later ones.
-    """
-    return not leaves_mask(plan) or not is_causal(model, plan)
-
-
 def is_causal(model: Any, plan: ModelPlan) -> bool:
-    """Whether no token of `model`, of a family proved causal, sees a later one, as its configuration can say."""
-    if not _is_proved_causal(plan) or plan.task != CAUSAL:
+    """Whether no token of `model`, of a family proved causal, sees a later one, as its configuration can say. plan: of
+    all its stages. Of any other model padding is masked.
+    """
+    if not leaves_mask(plan):
         return False
     if getattr(model.config.get_text_config(), "is_causal", True) is False:
         return False
@@ -41,9 +34,4 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
 
 def leaves_mask(plan: ModelPlan) -> bool:
     """Whether a model of this plan needs no mask, if each of its attentions is causal."""
-    # Padding would count among the tokens of experts.
-    return _is_proved_causal(plan) and plan.task == CAUSAL and not plan.experts
-
-
-def _is_proved_causal(plan: ModelPlan) -> bool:
-    return any(feature.is_proved_causal(plan.model_type) for feature in features())
+    return plan.task == CAUSAL and any(feature.is_proved_causal(plan.model_type) for feature in features())

@@ -422,7 +422,7 @@ def _run(model: Any, batch: Batch) -> Any:
     state = runtime(model)
     state.context.next(batch.order)
     # Without a mask attention is faster, and padding behind all tokens is seen by none if attention is causal.
-    is_masked = state.masks_padding or not batch.pads_right or bool(batch.more)
+    is_masked = not state.is_causal or not batch.pads_right or bool(batch.more)
     mask: Any = batch.attention_mask if is_masked else None
     inputs = model_inputs(batch.input_ids, mask, batch.position_ids, model.config) | further_inputs(model, batch.more)
     if mask is not None and batch.position_ids is None and len(mask) > 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshlora.loading.blueprint import Blueprint
-from meshlora.model.padding import needs_mask
+from meshlora.model.padding import is_causal
 from meshlora.plan.features import Asked
 from meshlora.plan.pairs import refusal
 from meshlora.run.config.run_file import RunConfig
@@ -28,7 +28,7 @@ def with_graphs(config: RunConfig, blueprint: Blueprint, asked: Asked) -> tuple[
     if wanted == "off":
         return config, ()
     error: UserError | None = refusal({**asked, "train.cuda_graphs": "on"})
-    if error is None and needs_mask(blueprint.model, blueprint.plan):
+    if error is None and not is_causal(blueprint.model, blueprint.plan):
         rule = f"{blueprint.plan.model_type} must be told where padding is, by a mask that the host reads"
         error = UserError("train.cuda_graphs=on", rule, "leave it out")
     if error is None and (config.device == "cpu" or recorder() is None):
