@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshlora.run.graphs.recorder import CudaRecorder, Run
 from meshlora_judge.compare import largest_loss_gap, read_losses
+from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.ranks.test_trainer import _train
-from tests.run_files import copy_lines, write_run_file
+from tests.run_files import TINY, copy_lines, copy_tokenizer, write_run_file
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -60,3 +64,54 @@ def test_replayed_steps_are_the_eager_ones(
     if dtype == "bfloat16" or packing is False:
         assert records
         assert replays > records
+
+
+@pytest.mark.parametrize("packing", [False, "auto"])
+def test_replayed_steps_of_a_mixture_are_the_eager_ones(packing: Any, tmp_path: Path, counted: list[int]) -> None:
+    """In bfloat16 on GPUs of compute capability 9 and 10; on others `auto` runs on without."""
+    copy_lines("train", tmp_path / "train.jsonl", 0, 19)
+    size = json.loads((TINY / "config.json").read_text())["vocab_size"]
+    config = twin_config("qwen3_moe", vocab_size=size, max_position_embeddings=256)
+    write_twin(config, tmp_path / "base", dtype=torch.bfloat16, seed=0)
+    copy_tokenizer(tmp_path / "base")
+    losses = {}
+    for wanted in ("off", "auto"):
+        file = write_run_file(
+            tmp_path / f"{wanted}.yaml",
+            model={"path": str(tmp_path / "base"), "dtype": "bfloat16"},
+            lora={"r": 8, "target_modules": ["q_proj", "o_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]},
+            data={"packing": packing},
+            train={"steps": 12, "batch_size": 7, "micro_batch_size": 2, "cuda_graphs": wanted},
+            topology="",
+            device="cuda",
+        )
+        _train(file, 1)
+        losses[wanted] = read_losses(tmp_path / wanted / "metrics.jsonl")
+    assert largest_loss_gap(losses["auto"], losses["off"]) < 3e-2
+    records, replays = counted
+    if torch.cuda.get_device_capability()[0] in (9, 10):
+        assert records
+        assert replays > records
+
+
+@pytest.mark.parametrize("recompute", ["full", "keep_attention"])
+def test_recomputed_layers_replay(recompute: str, tmp_path: Path, counted: list[int]) -> None:
+    copy_lines("train", tmp_path / "train.jsonl", 0, 19)
+    losses = {}
+    for wanted in ("off", "on"):
+        options = {"steps": 12, "batch_size": 7, "micro_batch_size": 2, "cuda_graphs": wanted, "recompute": recompute}
+        file = write_run_file(
+            tmp_path / f"{wanted}.yaml",
+            model={"dtype": "bfloat16"},
+            lora={"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
+            data={"packing": False},
+            train=options,
+            topology="",
+            device="cuda",
+        )
+        _train(file, 1)
+        losses[wanted] = read_losses(tmp_path / wanted / "metrics.jsonl")
+    assert largest_loss_gap(losses["on"], losses["off"]) < 3e-2
+    records, replays = counted
+    assert records
+    assert replays > records

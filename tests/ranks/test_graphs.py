@@ -10,19 +10,22 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.run import trainer
-from meshlora.run.config.file import read_run
+from meshlora.run.config.file import read_run, read_runs
 from meshlora.run.graphs import choice, graphs
 from meshlora.run.graphs.buckets import Static
-from meshlora.run.together import prepare_run
+from meshlora.run.together import prepare_run, prepare_runs
 from meshlora.train.batch import Batch
 from meshlora.wings.packed_rows import varlen
-from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.pool import Pool
 from tests.ranks.test_trainer import _train, folder, run_and_keep_groups, run_file
+from tests.run_files import copy_lines, write_run_file
 from tests.tape import TapeRecorder
 
 __all__ = ["folder"]  # a fixture
@@ -71,6 +74,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora-fa": {"train__optimizer": "lora_fa"},
     "lora-plus": {"train__lora_plus_ratio": 4.0},
     "label-smoothing": {"train__objective": {"kind": "sft", "label_smoothing": 0.1}},
+    "recomputed": {"train__recompute": 2, "train__batch_size": 4},
+    "recomputed-but-attention": {"train__recompute": "keep_attention", "train__batch_size": 4},
 }
 
 
@@ -79,6 +84,57 @@ METHODS: dict[str, dict[str, Any]] = {
 def test_methods_and_options_replay(name: str, folder: Path, tape: TapeRecorder) -> None:
     _both(folder, tape, name, data__packing=False, **METHODS[name])
     assert tape.replays > tape.records
+
+
+def test_recomputed_layers_replay_with_the_dropout_of_each_step(folder: Path, tape: TapeRecorder) -> None:
+    changes = {"train__recompute": "full", "lora__lora_dropout": 0.25, "train__batch_size": 4}
+    _both(folder, tape, "recomputed-dropout", data__packing=False, **changes)
+    assert tape.replays > tape.records
+
+
+_LONG = 64  # tokens: a bound of buckets, so that a batch and its record are on one side of it
+
+
+def _leave_out(module: Any, skips: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """MLPs give back rows whose length `skips`: their factors get no gradient then."""
+    forward = module.forward
+
+    def some(self: Any, x: Tensor) -> Tensor:
+        out: Tensor = x if skips(x.shape[1]) else forward(self, x)
+        return out
+
+    monkeypatch.setattr(module, "forward", some)
+
+
+def test_factors_that_some_micro_batches_do_not_reach_are_trained_by_the_others(
+    folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _leave_out(LlamaMLP, lambda length: length <= _LONG, monkeypatch)
+    _both(folder, tape, "reached", data__packing=False, train__micro_batch_size=1)
+    assert tape.replays > tape.records
+
+
+def test_a_factor_that_no_micro_batch_of_a_step_reaches_ends_the_run_as_without_records(
+    folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _leave_out(LlamaMLP, lambda _: True, monkeypatch)
+    alike = {"data__packing": False, "data__max_length": 48, "train__micro_batch_size": 1, **_FEW}
+    for wanted in ("off", "on"):
+        with pytest.raises(MeshloraError, match=r"mlp\..* has no gradient: was backward called"):
+            _train(run_file(folder, f"never-{wanted}", "", train__cuda_graphs=wanted, **alike), 1)
+    assert tape.records
+
+
+def test_several_adapters_say_that_they_run_eagerly(tmp_path: Path, tape: TapeRecorder) -> None:
+    copy_lines("train", tmp_path / "train.jsonl", 0, 9)
+    file = write_run_file(tmp_path / "several.yaml", lora=None, train={"cuda_graphs": "auto", "micro_batch_size": 2})
+    tree = yaml.safe_load(file.read_text())
+    tree["adapters"] = {name: {"lora": {"r": 4, "target_modules": "all-linear"}} for name in ("one", "two")}
+    file.write_text(yaml.safe_dump(tree))
+    for run in prepare_runs(read_runs(file)).values():
+        assert run.config.train.cuda_graphs == "off"
+        assert any("2 adapters: it is not proved in a record" in note for note in run.notes)
+        assert any("data.packing: auto: rows are padded: each of several adapters" in note for note in run.notes)
 
 
 def _recorded_in_pool(file: Path, world: int) -> int:
@@ -113,6 +169,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(varlen, "_kernel", lambda: run)
     monkeypatch.setattr(varlen, "has_kernel", lambda _: True)
+    monkeypatch.setattr(varlen, "computes_in", lambda *_: True)
     return calls
 
 
@@ -215,13 +272,16 @@ def test_without_a_gpu_on_is_refused_and_auto_runs_eagerly(folder: Path) -> None
     [
         ("its numbers are those of the host, which change with each step", {"train__neftune_alpha": 5.0}),
         ("messages between ranks within a micro-batch are not recorded", {"topology": "tp=2"}),
-        ("it is not proved in a record", {"train__recompute": "full"}),
+        ("it is not proved in a record", {"lora__modules_to_save": ["lm_head"]}),
+        ("copies to host memory wait for events of their own", {"train__recompute": "offload"}),
+        ("heads of 24 in float32, and it is for bfloat16", {"model__dtype": "float32"}),
+        ("attn_implementation=eager, and it is for sdpa", {"model__attn_implementation": "eager"}),
     ],
 )
 def test_what_is_not_recorded_is_named(why: str, changes: dict[str, Any], folder: Path, tape: TapeRecorder) -> None:
     topology, options = changes.get("topology", ""), {**_FEW, **changes}
     options.pop("topology", None)
-    with pytest.raises(UnsupportedError, match=why):
+    with pytest.raises(UserError, match=why):
         prepare_run(read_run(run_file(folder, "refused", topology, train__cuda_graphs="on", **options)))
     run = prepare_run(read_run(run_file(folder, "eager", topology, train__cuda_graphs="auto", **options)))
     assert any(

@@ -116,6 +116,7 @@ RECIPES: dict[str, Recipe] = {
     "record": _recipe(F.RECORD, train__routing_record="record"),
     "recompute": _recipe(F.RECOMPUTED, train__recompute="full"),
     "kept attention": _recipe(F.RECOMPUTED, F.KEPT_ATTENTION, train__recompute="keep_attention"),
+    "offload": _recipe(F.RECOMPUTED, F.OFFLOADED, train__recompute="offload"),
     "epochs": _recipe(F.EPOCHS, train__epochs=1.0, train__steps=None),
     "answers": _recipe(F.METRICS, F.HELD_OUT, generate__metrics=["exact_match"], data__eval=str(DATA / "eval.jsonl")),
     "samples": _recipe(F.SAMPLES, train__sample_every=2, data__sample_prompts=["def a():"]),

@@ -182,6 +182,7 @@ class Feature(Enum):
     REPLAY = "train.routing_replay", bool, ""
     RECOMPUTED = "train.recompute", _other_than("none"), "", "{key}={}"
     KEPT_ATTENTION = "train.recompute", _is("keep_attention"), "`train.recompute: keep_attention`", "{key}={}"
+    OFFLOADED = "train.recompute", _is("offload"), "`train.recompute: offload`", "{key}={}"
     GRAPHS = "train.cuda_graphs", _is("on"), "", "{key}={}"
     EPOCHS = "train.epochs", bool, ""
     EVAL_BY_EPOCH = "train.eval_every", _is_text, "`train.eval_every` by epochs", "{key}={}"

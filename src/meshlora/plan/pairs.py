@@ -157,14 +157,16 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.GRAPHS, {F.STAGES, F.CONTEXT, F.TENSOR, F.EXPERT, F.EXPERT_TENSOR, F.SHARDED})(
         "messages between ranks within a micro-batch are not recorded", f"use dp alone, or {_EAGER}"
     ),
-    _refused(F.GRAPHS, F.EXPERTS)("the host reads how many rows each expert has", _EAGER),
+    _refused(F.GRAPHS, {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.ROUTED})(
+        "what looks at routers in each micro-batch is passed by in a record", _EAGER
+    ),
+    _refused(F.GRAPHS, F.OFFLOADED)("copies to host memory wait for events of their own", "use train.recompute: full"),
     _refused(F.GRAPHS, {F.NOISE, F.FLOAT16})("its numbers are those of the host, which change with each step", _EAGER),
     _refused(
         F.GRAPHS,
         {F.COMPARED, F.DISTILLED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER}
-        | {F.TASK, F.IMAGES, F.OTHER_ATTENTION, F.RECOMPUTED, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS}
-        | {F.ON_EMBEDDING, F.ON_POSITIONS}
-        | {F.ON_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS, F.COPIES, F.PIECES, F.EVA},
+        | {F.TASK, F.IMAGES, F.OTHER_ATTENTION, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS}
+        | {F.ON_EMBEDDING, F.ON_POSITIONS, F.ON_HEAD, F.COPIES, F.PIECES, F.EVA},
     )("it is not proved in a record", _EAGER),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused({F.RECORD, F.REPLAY, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED}, F.STAGES)(
@@ -348,7 +350,7 @@ READING = frozenset(
 )
 STEPS = frozenset(
     {F.PACKING, F.WHOLE_ROWS, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE}
-    | {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
+    | {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION, F.OFFLOADED}
 )
 AROUND = frozenset(
     {F.EPOCHS, F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH, F.SAMPLES, F.METRICS, F.MERGED, F.TRACKERS}

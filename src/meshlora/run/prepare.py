@@ -122,11 +122,13 @@ def first_day(given: str | None, *, output: str, policy: str | None, resume: str
     return given or begun or day or today()
 
 
-def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Collection[str]) -> Prepared:
+def prepare(
+    config: RunConfig, data: RunData, *, resume: str | None, despite: Collection[str], adapters: int = 1
+) -> Prepared:
     """Check a run against its model, its data and the content of its output folder.
 
     resume: folder of the checkpoint to resume from, or "auto": the last whole one in the output, if any.
-    despite: names of settings that may differ from the run that saved it.
+    despite: names of settings that may differ from the run that saved it. adapters: of the run file.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -145,10 +147,11 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         max_new_tokens=config.generate.max_new_tokens,
     )
     answers = prepare_answers(options, config.generate, data.tokenizer, blueprint.config, held=data.held)
-    rows = _rows(data, asked=config.asked, micro_batch_size=train.micro_batch_size)
+    asked = {**config.asked, "adapters": adapters}
+    rows = _rows(data, asked=asked, micro_batch_size=train.micro_batch_size)
     config = config.with_data(packing=rows.packing, date=data.day or options.date)
     slow = _slow(config, data, rows)
-    config, of_graphs = with_graphs(config, blueprint, asked_of(config.asked, blueprint, data.train, data.eval))
+    config, of_graphs = with_graphs(config, blueprint, data.train, asked_of(asked, blueprint, data.train, data.eval))
     run = Prepared(
         config,
         blueprint,
@@ -262,6 +265,8 @@ def _rows(data: RunData, *, asked: Asked, micro_batch_size: int) -> _Rows:
     refused = refusal({**asked_of(asked, blueprint, data.train, data.eval), "data.packing": True})
     if refused is not None:
         why = refused.rule
+    elif asked["adapters"] > 1:
+        why = "each of several adapters would have a row of its own, and short ones would be padded to the longest"
     elif cuts_rows:
         why = "cp cuts each row"
     else:

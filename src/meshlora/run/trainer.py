@@ -280,6 +280,8 @@ class Trainer:
             for own, (loss, reported) in zip(micro.owners, found, strict=True):
                 number_of = count(self._training[own.number].objective, own.batch)
                 sums.add(own.number, own.batch, number_of, loss, reported)
+        if self.graphs is not None:
+            self.graphs.end()
 
     def _trained(self, one: TrainedAdapter, data: TokenizedDataset, indices: np.ndarray) -> list[Factor]:
         """The factors that an adapter's step trains; those that no token or image of this rank reached have zeros.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from meshlora.run.graphs.buckets import Bucket, Static, padded_loss
 from meshlora.run.graphs.recorder import Recorder, Run
 from meshlora.train.batch import Batch
 from meshlora.train.losses import to_head
+from meshlora.wings.experts.row_counts import of_a_record
 from meshlora.wings.packed_rows.by_sequence import PackedLengths
 from meshlora_ground.errors import MeshloraError, UnsupportedError, reason
 from meshlora_ground.float64 import lift
@@ -40,11 +41,12 @@ _MOST = 32  # records: each keeps little, but costs the time of four micro-batch
 
 @dataclass(frozen=True)
 class _Record:
-    """A recorded micro-batch: its tensors, its summed loss `[]`, and what runs it."""
+    """A recorded micro-batch: its tensors, its summed loss `[]`, what runs it, and the factors that get a gradient."""
 
     static: Static
     loss: Tensor
     replay: Run
+    reached: frozenset[int]
 
 
 class Graphs:
@@ -78,14 +80,29 @@ class Graphs:
         self._parameters = [factor.parameter for factor in factors]
         first = self._parameters[0]
         number = sum(parameter.numel() for parameter in self._parameters)
-        # Of all records, which add to it, and of micro-batches without one: gradients of a step stay where they are.
+        # Of all records, which add to it; a micro-batch that runs without adds to the factors' own, in its turn.
         self._sums = torch.zeros(number, dtype=first.dtype, device=first.device)
+        self._reached = set[int]()  # numbers of the factors that got one: others have none, as in an eager step
 
     def begin(self) -> None:
         """A step begins: its gradients are 0."""
         self._sums.zero_()
-        for parameter, own in zip(self._parameters, self._of_each(self._sums), strict=True):
-            parameter.grad = own  # a new tensor of the old memory: marks of the last step are not on it
+        self._reached.clear()
+
+    def end(self) -> None:
+        """All micro-batches of a step have run: give factors the gradients of those that were replayed."""
+        self._add(self._sums, self._reached)
+
+    def _add(self, flat: Tensor, reached: Collection[int]) -> None:
+        """Add the gradients in `flat` to those of the factors `reached`; they may stay there."""
+        for number, own in enumerate(self._of_each(flat)):
+            if number not in reached:
+                continue
+            parameter = self._parameters[number]
+            if parameter.grad is None:
+                parameter.grad = own  # a new tensor: marks of the last step are not on it
+            else:
+                parameter.grad.add_(own)
 
     def takes(self, batch: Batch) -> bool:
         """Whether `batch` is replayed, or recorded now: if one of its shape has come before. Ask once for each."""
@@ -107,10 +124,11 @@ class Graphs:
         record = self._records.get(bucket)
         if record is not None:
             self._replay(record, batch)
+            self._reached |= record.reached
             return record.loss.clone()  # the next replay writes there
         with self._masks(batch):
             loss = self._eager(batch)
-            expected = self._flat(torch.autograd.grad(loss, self._parameters))
+            expected, reached = self._gradients(loss)
         loss, before = loss.detach(), self._sums.clone()
         if not self._has_failed:
             try:
@@ -122,7 +140,8 @@ class Graphs:
             self._replay(record, batch)
             if self._compare(bucket, record.loss, loss, expected):
                 self._records[bucket] = record
-        self._sums.copy_(before).add_(expected)
+        self._sums.copy_(before)
+        self._add(expected, reached)
         return loss
 
     def _replay(self, record: _Record, batch: Batch) -> None:
@@ -139,8 +158,9 @@ class Graphs:
 
     def _recorded(self, bucket: Bucket) -> _Record:
         """A record of what no batch has."""
-        static, total = Static(bucket, self._sums.device), self._sums.new_zeros(())
-        return _Record(static, total, self._recorder.record(lambda: self._both_ways(static, total)))
+        static, total, reached = Static(bucket, self._sums.device), self._sums.new_zeros(()), set[int]()
+        replay = self._recorder.record(lambda: reached.update(self._both_ways(static, total)))
+        return _Record(static, total, replay, frozenset(reached))
 
     def _give_up(self, error: Exception) -> None:
         self._has_failed = True
@@ -149,17 +169,27 @@ class Graphs:
             raise MeshloraError(f"train.cuda_graphs: a micro-batch cannot be recorded: {cause}; {_WAY_OUT}") from error
         self._say(f"train.cuda_graphs: auto: micro-batches run eagerly from now on: {cause}")
 
-    def _both_ways(self, static: Static, total: Tensor) -> None:
-        """What is recorded: the loss of `static` into `total`, its gradients added to the sums."""
-        with self._masks(static.batch), self._on_device(static.ends):
+    def _both_ways(self, static: Static, total: Tensor) -> frozenset[int]:
+        """What is recorded: the loss of `static` into `total`, its gradients added to the sums. Returns who has one."""
+        with self._masks(static.batch), self._on_device(static.ends), of_a_record():
             with lift(self._model.dtype == torch.float64):
                 found = to_head(self._model, static.batch)
                 if isinstance(found, Tensor):
                     raise UnsupportedError("train.cuda_graphs", "the loss of this model is of whole logits", _WAY_OUT)
                 loss = padded_loss(found, static.batch, label_smoothing=self._label_smoothing)
-            grads = torch.autograd.grad(loss, self._parameters)
-        self._sums.add_(self._flat(grads))
+            flat, reached = self._gradients(loss)
+        self._sums.add_(flat)
         total.copy_(loss.detach())
+        return reached
+
+    def _gradients(self, loss: Tensor) -> tuple[Tensor, frozenset[int]]:
+        """The gradients of all factors, one after the other, and the numbers of those that the loss depends on."""
+        # A layer may be left out, or an expert in a module of its own: other micro-batches reach its factors.
+        found = torch.autograd.grad(loss, self._parameters, allow_unused=True)
+        grads = []
+        for parameter, grad in zip(self._parameters, found, strict=True):
+            grads.append(torch.zeros_like(parameter) if grad is None else grad)
+        return self._flat(grads), frozenset(number for number, grad in enumerate(found) if grad is not None)
 
     @contextlib.contextmanager
     def _on_device(self, ends: Tensor | None) -> Iterator[None]:

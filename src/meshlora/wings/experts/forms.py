@@ -43,13 +43,9 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
     for name, module in model.named_modules():
         if _is_stack(module) and (rule := _rule(name, module, model)) is not None:
             found[name] = rule
-    if topology.ep * topology.etp > 1:
-        known = {*found, *(rule.block for rule in found.values())}
-        for name, module in model.named_modules():
-            inside = any(name.startswith(f"{other}.") for other in known)
-            around = any(other.startswith(f"{name}.") for other in known)
-            if _is_experts(module) and name not in known and not inside and not around:
-                raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN, "leave out ep and etp")
+    if topology.ep * topology.etp > 1 and (name := unknown_experts(model, found)) is not None:
+        kind = type(model.get_submodule(name)).__name__
+        raise UnsupportedError(f"{name}: {kind}", _UNKNOWN, "leave out ep and etp")
     if not found and topology.ep * topology.etp > 1:
         given = f"topology {topology}"
         raise UserError(given, f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp")
@@ -89,6 +85,17 @@ def odd_experts(
         if _is_experts(inner):
             number = sum(parameter.numel() for parameter in module.parameters())
             return PlannedBlock(Region(name, is_split=False, reason=f"{_UNKNOWN} ({number:,} weights a layer)"))
+    return None
+
+
+def unknown_experts(model: Any, found: Mapping[str, ExpertsRule]) -> str | None:
+    """The first module of `model` with experts that are none of `found`; None: all are."""
+    known = {*found, *(rule.block for rule in found.values())}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in known)
+        around = any(other.startswith(f"{name}.") for other in known)
+        if _is_experts(module) and name not in known and not inside and not around:
+            return str(name)
     return None
 
 

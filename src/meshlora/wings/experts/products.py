@@ -131,6 +131,15 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     )
 
 
+def reads_sizes_on_device(dtype: torch.dtype) -> bool:
+    """Whether one call for all experts, on this machine's GPU, reads there where the rows of each end.
+
+    On others torch's call asks the host itself (aten/src/ATen/native/cuda/GroupedBlas.cpp).
+    """
+    is_there = dtype == torch.bfloat16 and torch.cuda.is_available()
+    return is_there and torch.cuda.get_device_capability()[0] in (9, 10)
+
+
 def grouped_product(x: Tensor, weight: Tensor | FewBits, counts: RowCounts) -> Tensor:
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = counts.of_experts(len(weight))

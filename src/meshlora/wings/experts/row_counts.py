@@ -9,8 +9,9 @@ host, which waits for the device to learn them: it is asked for the first time t
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -82,7 +83,36 @@ def sizes_of(ends: Tensor, num_rows: int) -> Tensor:
     return sizes
 
 
-@functools.lru_cache(maxsize=32)
+class _Recorded:
+    """Of the record that is being made, in whatever thread: its `numbers`. None: none is made."""
+
+    made: dict[tuple[int, int], Tensor] | None = None
+
+
+@contextlib.contextmanager
+def of_a_record() -> Iterator[None]:
+    """Inside the block `numbers` are made anew, once for all layers, and not kept after it.
+
+    A record reads the memory of its tensors whenever it is replayed. Of those that are kept here some are dropped, and
+    others of a record would be read before its replay has written them.
+    """
+    _Recorded.made = {}
+    try:
+        yield
+    finally:
+        _Recorded.made = None
+
+
 def numbers(stop: int, device: torch.device, step: int = 1) -> Tensor:
     """int64: 0, step, ... below `stop`, to be read only: made once, not in each layer."""
+    made = _Recorded.made
+    if made is None:
+        return _kept(stop, device, step)
+    if (stop, step) not in made:
+        made[stop, step] = torch.arange(0, stop, step, device=device)
+    return made[stop, step]
+
+
+@functools.lru_cache(maxsize=32)
+def _kept(stop: int, device: torch.device, step: int) -> Tensor:
     return torch.arange(0, stop, step, device=device)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from meshlora.layers.kept_attention import apart
+from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.transfer import to_device
 
 Lengths = Sequence[Sequence[int]]
@@ -27,6 +28,7 @@ Lengths = Sequence[Sequence[int]]
 _HEEDED = {"dropout": (None, 0.0), "is_causal": (None, True), "position_bias": (None,)}
 # Arguments of the kernel by name, besides those by place.
 _NEEDED = {"scale", "window_size"}
+_SLIDING = "sliding_attention"  # in the configuration, of layers that may differ
 _LIMIT = 0.02  # of two-byte dtypes, as in `wings.context.attention_parts`
 
 
@@ -91,8 +93,33 @@ def in_one_call(
 def has_kernel(query: Tensor) -> bool:
     """Whether the kernel is on the device of `query`, for its dtype and width, and computes its definition."""
     width = query.shape[-1]
-    is_half = query.dtype in (torch.bfloat16, torch.float16)
-    return query.is_cuda and is_half and width % 8 == 0 and width <= 256 and agrees(query.device, query.dtype, width)
+    return query.is_cuda and computes_in(query.dtype, width) and agrees(query.device, query.dtype, width)
+
+
+def computes_in(dtype: torch.dtype, width: int) -> bool:
+    """Whether the kernel is made for `dtype` and heads of `width`."""
+    return dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def why_none(model: Any, dtype: torch.dtype, longest: int) -> str | None:
+    """Why there can be no kernel for joined rows of up to `longest` tokens, as far as is known before `model` runs."""
+    text = model.config.get_text_config()
+    attention = attention_of(text)
+    if attention != "sdpa":
+        return f"attn_implementation={attention}, and it is for sdpa"
+    for module in model.modules():
+        width = getattr(module, "qk_head_dim", getattr(module, "head_dim", None))
+        if not hasattr(module, "is_causal") or not isinstance(width, int):
+            continue
+        if not computes_in(dtype, width):
+            named = f"{dtype}".removeprefix("torch.")
+            return f"heads of {width} in {named}, and it is for bfloat16 and float16, multiples of 8 up to 256"
+        if getattr(module, "v_head_dim", width) != width:
+            return "values of another width than keys"
+    window, of_layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None) or (_SLIDING,)
+    if isinstance(window, int) and _SLIDING in of_layers and longest >= window:
+        return f"a window of {window} tokens, and rows have up to {longest}"
+    return None
 
 
 def _kernel() -> Callable[..., Any]:
