@@ -36,6 +36,7 @@ def prepare_run(
     despite: Collection[str] = (),
     base: Blueprint | None = None,
     day: str | None = None,
+    adapters: int = 1,
 ) -> Prepared:
     """Check one run: `prepare_run(read_run(Path("run.yaml")))`. No process is started, no weight is read.
 
@@ -45,6 +46,7 @@ def prepare_run(
         despite: names of settings that may differ from the run that saved it.
         base: blueprint of another run on the same model and topology, to reuse.
         day: today, as all ranks have it; default: as this process has it.
+        adapters: how many the run file has.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -56,7 +58,7 @@ def prepare_run(
     texts = Texts(config.model, config.data, config.train.objective)
     seed, is_stream = config.train.seed, config.is_stream
     data = read_data(texts, blueprint, config.asked, seed=seed, is_stream=is_stream, day=day)
-    return prepare(config, data, resume=resume, despite=despite)
+    return prepare(config, data, resume=resume, despite=despite, adapters=adapters)
 
 
 def prepare_runs(
@@ -74,23 +76,18 @@ def prepare_runs(
     Raises:
         UserError: the first thing that does not fit, with the adapter's name if there are several.
     """
-    several = {"adapters": len(configs), "resume": resume} if "" not in configs else {}
+    adapters = len(configs)
+    several = {"adapters": adapters, "resume": resume} if "" not in configs else {}
     for name, config in configs.items():
         with _named(name):
             check({**config.asked, **several})
-    if several:
-        # Of a micro-batch each adapter would have a row, and short ones would be padded to the longest.
-        for name, config in configs.items():
-            if config.data.packing == "auto":
-                config = config.with_data(packing=False)
-            if config.train.cuda_graphs == "auto":
-                config = dataclasses.replace(config, train=dataclasses.replace(config.train, cuda_graphs="off"))
-            configs = {**configs, name: config}
     runs: dict[str, Prepared] = {}
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
         with _named(name):
-            runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base, day=day)
+            runs[name] = prepare_run(
+                config, world=world, resume=resume, despite=despite, base=base, day=day, adapters=adapters
+            )
         base = runs[name].blueprint
     for name, run in runs.items():
         with _named(name):
