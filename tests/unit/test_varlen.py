@@ -11,9 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.wings.packed_rows import varlen
 from meshlora.wings.packed_rows.by_sequence import keep_apart
-from meshlora.wings.packed_rows.varlen import Ends, agrees, in_one_call
+from meshlora.wings.packed_rows.varlen import Ends, agrees, in_one_call, why_none
+from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.unit.test_by_sequence import _LENGTHS, _model, _run
 
 CPU = torch.device("cpu")
@@ -218,3 +222,17 @@ def test_ends_are_of_their_lengths() -> None:
 def test_rows_are_those_of_the_batch(kernel: StandIn) -> None:
     query = torch.randn(2, 4, 5, 8)
     assert in_one_call(query, query, query, [[5], [2, 3]], Ends(), scale=None).shape == (2, 5, 4, 8)
+
+
+def test_joined_rows_that_have_no_kernel_are_known_before_they_run() -> None:
+    def why(family: str, longest: int = 7, dtype: torch.dtype = torch.bfloat16) -> str | None:
+        return why_none(make_blueprint(twin_config(family), Topology(), BaseOptions()).model, dtype, longest)
+
+    assert why("llama") is None
+    assert "heads of 8 in float32" in str(why("llama", dtype=torch.float32))
+    assert "values of another width" in str(why("deepseek_v3"))
+    assert "attn_implementation=eager" in str(why("gpt_oss"))
+    # Without a word on each layer the window is of all; in a row that it does not cut it changes nothing.
+    assert why("mistral") is None
+    assert "a window of 8 tokens, and rows have up to 8" in str(why("mistral", 8))
+    assert why("qwen3", 4096) is None
