@@ -113,7 +113,8 @@ def _outputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
         where = traceback.extract_tb(error.__traceback__)[-1].filename
         if not where.startswith(os.path.dirname(transformers.__file__)):
             raise
-        given, version = f"model_type {model.config.model_type!r}", transformers.__version__
+        config: Any = model.config
+        given, version = f"model_type {config.model_type!r}", transformers.__version__
         rule = f"transformers {version} itself ends in an error on its text: {reason(error)}"
         raise UnsupportedError(given, rule, "use another version of it, or a text model alone") from error
 

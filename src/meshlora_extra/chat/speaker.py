@@ -80,7 +80,7 @@ class Speaker:
         most = self.options.max_new_tokens
         if self.positions is not None:
             most = min(most, self.positions - len(ids))
-        asked = {"ids": ids, "most": most, "of_base": of_base, "seed": self.options.seed + self._turn}
+        asked: dict[str, Any] = {"ids": ids, "most": most, "of_base": of_base, "seed": self.options.seed + self._turn}
         self._tell(asked)
         text = GrowingText(self.tokenizer)
 

@@ -12,7 +12,10 @@ from meshlora_extra.importing.draft import Draft
 _TYPES: dict[str, tuple[str | None, str | None]] = {"alpaca": ("alpaca", "alpaca")}
 _TYPES |= dict.fromkeys(("completion", "pretrain"), ("text", None))
 _TYPES |= dict.fromkeys(("chat_template", "chat_template.default", "sharegpt"), (None, None))
-_TRACKERS = {"wandb": ("use_wandb", "wandb_project"), "trackio": ("use_trackio", "trackio_project_name")}
+_TRACKERS: dict[str, tuple[str, ...]] = {
+    "wandb": ("use_wandb", "wandb_project"),
+    "trackio": ("use_trackio", "trackio_project_name"),
+}
 _TRACKERS |= {"mlflow": ("use_mlflow",), "tensorboard": ("use_tensorboard",)}
 _THINKING = ("field_thinking", "template_thinking_key", "split_thinking")
 _WEIGHTS = ("message_field_training", "message_field_training_detail")
