@@ -271,6 +271,10 @@ def fuse(model: Any, kernels: str) -> None:
         from meshlora.wings.kernels.tails import tails
 
         more["tails"] = tails()
+        if importlib.util.find_spec("meshlora.wings.kernels.stream_sums") is not None:
+            from meshlora.wings.kernels.stream_sums import stream_kernels
+
+            more["stream"] = stream_kernels()
     fused.fuse(model, liger.Kernels(norm, nothing, rotate, rotate, {"silu": gate}, **more))
 
 

@@ -11,15 +11,19 @@ from torch import Tensor
 from meshlora.wings.kernels.liger import Gate, Kernels
 
 
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def _norm(x: Tensor, weight: Tensor, eps: float, offset: float, is_wide: bool) -> tuple[Tensor, Tensor]:
-    r = (x.float().square().mean(-1, keepdim=True) + eps).rsqrt()
-    n = x.float() * r
-    y = n * (offset + weight.float()) if is_wide else n.to(x.dtype) * weight
+    r = (_wide(x).square().mean(-1, keepdim=True) + eps).rsqrt()
+    n = _wide(x) * r
+    y = n * (offset + _wide(weight)) if is_wide else n.to(x.dtype) * weight
     return y.to(x.dtype), r
 
 
 def _norm_back(grad: Tensor, x: Tensor, weight: Tensor, r: Tensor, offset: float, is_wide: bool) -> Tensor:
-    h, wide = grad.float() * (offset + weight.float()), x.float()
+    h, wide = _wide(grad) * (offset + _wide(weight)), _wide(x)
     return (r * h - wide * r**3 * (h * wide).mean(-1, keepdim=True)).to(x.dtype)
 
 

@@ -360,8 +360,11 @@ class _Judge:
         return name in first and first[name].ndim == 3 and len(first[name]) < rows
 
     def _is_in_a_kernel(self, phase: str, name: str) -> bool:
-        # One kernel computes it and the product after it: the linear that is called with the product shows it.
-        inside = {"liger": ("act_fn",), "fused": ("act_fn", "gate_proj", "up_proj")}.get(self.evidence.case.kernels, ())
+        # One kernel computes it and what comes after: the linear that is called with the product of a gate shows that,
+        # the norm of the residual stream what was added to it.
+        added = ("o_proj", "self_attn", "down_proj", "mlp")
+        of_kind = {"liger": ("act_fn",), "fused": ("act_fn", "gate_proj", "up_proj", *added)}
+        inside = of_kind.get(self.evidence.case.kernels, ())
         if name.rpartition(".")[2] not in inside:
             return False
         return not any(name in getattr(micro, phase) for micro in self.micro_batches)

@@ -23,6 +23,7 @@ from meshlora.wings.kernels.fused import FusedGate, FusedRotation, fusable, fuse
 from meshlora.wings.kernels.kernels import kernels_of, with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels
 from meshlora.wings.kernels.loss_chunk import chunk_kernels
+from meshlora.wings.kernels.stream_sums import stream_kernels
 from meshlora.wings.kernels.tails import tails
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -30,6 +31,7 @@ from meshlora_judge.twin import twin_config
 from tests.kernels import STAND_IN
 
 CPU = torch.device("cpu")
+_OURS = dataclasses.replace(STAND_IN, tails=tails(), chunk=chunk_kernels(), stream=stream_kernels())
 
 
 def _blueprint(family: str = "llama", **options: Any) -> Any:
@@ -80,24 +82,67 @@ def test_kernels_are_taken_on_a_gpu_and_said(wanted: str, gpu: None) -> None:
     assert said == "kernels of liger-kernel 0.8.5: 5 norms, 2 rotations, 2 gated MLPs"
 
 
+_SUMS = "sums of the residual stream"
+
+
 @pytest.mark.parametrize(
-    ("lora", "words"),
+    ("lora", "gates", "sums"),
     [
-        ({}, "low-rank terms in 2 of 2 gated MLPs"),
-        ({"lora_dropout": 0.1}, "low-rank terms in 0 of 2 gated MLPs, not in those with dropout"),
-        ({"use_dora": True}, "0 of 2 gated MLPs, not in those with more than A and B"),
-        ({"r": 64}, "0 of 2 gated MLPs, not in those of ranks above 32"),
-        ({"rank_pattern": {"up_proj": 4}}, "0 of 2 gated MLPs, not in those whose gate and up have different scales"),
-        ({"target_modules": ["q_proj"]}, "0 of 2 gated MLPs, not in those without an adapter on gate, up and down"),
+        ({}, "2 of 2 gated MLPs", "4 of 4 linears"),
+        (
+            {"lora_dropout": 0.1},
+            "0 of 2 gated MLPs, not in those with dropout",
+            "0 of 4 linears, not in those with dropout",
+        ),
+        (
+            {"use_dora": True},
+            "0 of 2 gated MLPs, not in those with more than A and B",
+            "0 of 4 linears, not in those with more than A and B",
+        ),
+        (
+            {"r": 64},
+            "0 of 2 gated MLPs, not in those of ranks above 32",
+            "0 of 4 linears, not in those of ranks above 32",
+        ),
+        (
+            {"rank_pattern": {"up_proj": 4}},
+            "0 of 2 gated MLPs, not in those whose gate and up have different scales",
+            "2 of 4 linears, not in those whose gate and up have different scales",
+        ),
+        (
+            {"target_modules": ["q_proj"]},
+            "0 of 2 gated MLPs, not in those without an adapter on gate, up and down",
+            "0 of 4 linears, not in those without an adapter on gate, up and down or without an adapter on o",
+        ),
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("gpu")
-def test_where_low_rank_terms_are_fused_is_said(lora: dict[str, Any], words: str) -> None:
+def test_where_low_rank_terms_are_fused_is_said(lora: dict[str, Any], gates: str, sums: str) -> None:
     config = LoraConfig(**{"target_modules": "all-linear"} | lora)
     taken, said = with_kernels(_blueprint(kernels="fused").with_adapter(config), device="auto", is_proved=False)
     assert taken.options.kernels == "fused"
-    assert said.endswith(words)
+    assert said.endswith(f"; low-rank terms in {gates}; {_SUMS} with {sums}")
+
+
+@pytest.mark.parametrize(
+    ("family", "topology", "words"),
+    [
+        ("llama", "tp=2", "with 0 of 4 linears, not in those over tp"),
+        ("llama", "dp=2,dp_shard", "with 0 of 4 linears, not in those over dp_shard"),
+        ("llama", "dp=2", "with 4 of 4 linears"),
+        ("qwen3", "", "with 4 of 4 linears"),
+        ("qwen3_moe", "", "with 3 of 3 linears"),  # two o_proj, and down_proj of the dense layer
+        ("gemma2", "", "apart, as no code of these layers is known"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_where_sums_of_the_stream_are_fused_is_said(family: str, topology: str, words: str) -> None:
+    options = BaseOptions(dtype="bfloat16", kernels="fused")
+    base = make_blueprint(twin_config(family), Topology.parse(topology), options)
+    adapted = base.with_adapter(LoraConfig(target_modules="all-linear"))
+    _, said = with_kernels(adapted, device="auto", is_proved=False)
+    assert said.endswith(f"{_SUMS} {words}")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -149,7 +194,7 @@ def test_a_package_that_is_missing_is_said_of_what_was_asked(asked: str, monkeyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_right_kernels_pass_their_check(dtype: torch.dtype) -> None:
-    check_kernels(dataclasses.replace(STAND_IN, tails=tails(), chunk=chunk_kernels()), CPU, dtype)
+    check_kernels(_OURS, CPU, dtype)
 
 
 def _wrong() -> dict[str, Kernels]:
@@ -171,7 +216,12 @@ def _wrong() -> dict[str, Kernels]:
     def twice(gate: Tensor, up: Tensor, z: Tensor, *rest: Any) -> Any:
         return own.forward(gate, up, 2 * z, *rest)
 
+    stream = stream_kernels()
+    without_stream = stream._replace(back=lambda grad, _, *rest: stream.back(grad, None, *rest))
+    unscaled = stream._replace(back=lambda *rest: stream.back(*rest[:-1], 1.0))
     return {
+        "a term of the stream": change(STAND_IN, stream=without_stream),
+        "the scale of a term": change(STAND_IN, stream=unscaled),
         "epsilon": change(STAND_IN, norm=lambda x, w, eps, *rest: STAND_IN.norm(x, w, eps * 1e4, *rest)),
         "offset": change(STAND_IN, norm=lambda x, w, eps, _, wide: STAND_IN.norm(x, w, eps, 0.0, wide)),
         "norm's slope": change(STAND_IN, norm_back=lambda g, x, w, r, *_: g * w * r),

@@ -24,7 +24,8 @@ BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio", "triton"}
 
 
 # What imports a package that nobody has to have: it is imported only where that is there.
-_KERNELS = ("kernels/loss_kernels.py", "kernels/tail_kernels.py", "quantized/float8_kernels.py")
+_OURS = ("loss", "stream", "tail")
+_KERNELS = (*(f"kernels/{name}_kernels.py" for name in _OURS), "quantized/float8_kernels.py")
 WHERE_IT_IS = {(f"src/meshlora/wings/{file}", "triton") for file in _KERNELS}
 
 # The distribution of the judge alone.

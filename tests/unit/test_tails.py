@@ -131,7 +131,7 @@ def test_kernels_compile() -> None:
 
 def _mlp(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, **lora: Any) -> int:
     """How many gates of a twin of two layers have their low-rank terms in a step, whose gradients are those without."""
-    monkeypatch.setattr(chosen, "liger", lambda: STAND_IN)
+    monkeypatch.setattr(chosen, "liger", lambda *_: STAND_IN)
     monkeypatch.setattr(chosen, "_refusal", lambda *_, **__: None)  # which asks for a GPU
     number = 0
 

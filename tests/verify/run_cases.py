@@ -99,3 +99,9 @@ OF_TAILS = {
     "tail_without_scale_of_next_linear": ("forward", "model.layers.0.mlp.down_proj"),
     "chunk_gradient_without_labels": ("backward", "model"),
 }
+# Those of its sums with the residual stream, which show in what comes after o_proj and down_proj.
+OF_SUMS = {
+    "sum_without_low_rank_term": ("forward", "model.layers.0.post_attention_layernorm"),
+    "sum_without_gradient_of_stream": ("backward", "model.layers.1.self_attn.v_proj"),
+    "sum_without_scale_in_gradient": ("backward", "model.layers.1.self_attn.v_proj"),
+}

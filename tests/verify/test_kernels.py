@@ -13,7 +13,7 @@ from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import prepare_proof
 from tests.kernels import real_kernels, stand_in
-from tests.verify.run_cases import OF_KERNELS, OF_TAILS, needing
+from tests.verify.run_cases import OF_KERNELS, OF_SUMS, OF_TAILS, needing
 
 
 @pytest.fixture
@@ -36,12 +36,13 @@ def _check(found: dict[str | None, Outcome]) -> None:
     plain = found.pop(None)
     assert plain.passed, (plain.divergence, plain.error)
     where = {name: (o.divergence.phase, o.divergence.name) for name, o in found.items() if o.divergence}
-    assert where == {name: (OF_KERNELS | OF_TAILS)[str(name)] for name in found}
+    assert where == {name: (OF_KERNELS | OF_TAILS | OF_SUMS)[str(name)] for name in found}
 
 
 def test_every_fault_of_kernels_is_named() -> None:
     assert OF_KERNELS.keys() == set(needing("kernels"))
     assert OF_TAILS.keys() == set(needing("tails"))
+    assert OF_SUMS.keys() == set(needing("stream_sums"))
 
 
 @pytest.mark.parametrize(
@@ -58,7 +59,7 @@ def test_a_model_with_kernels_trains_as_one_process(topology: str, faults: tuple
 @pytest.mark.parametrize(
     ("topology", "faults"),
     [
-        ("", ("tail_left_out_of_gradient_of_product", "chunk_gradient_without_labels")),
+        ("", ("tail_left_out_of_gradient_of_product", "chunk_gradient_without_labels", *OF_SUMS)),
         pytest.param("tp=2,sp", tuple(OF_TAILS), marks=pytest.mark.proof),
         pytest.param("dp=2,dp_shard", (), marks=pytest.mark.proof),
         pytest.param("cp=2", (), marks=pytest.mark.proof),

@@ -22,7 +22,7 @@ from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.verify.diagnoses import DIAGNOSES
 from tests.verify.mutation_cases import CASES
-from tests.verify.run_cases import OF_KERNELS, OF_TAILS
+from tests.verify.run_cases import OF_KERNELS, OF_SUMS, OF_TAILS
 
 FAMILY = "llama"
 # Each fault is put in on one of the small topologies: that of its diagnosis, else the first on which it can show. Where
@@ -174,7 +174,7 @@ def test_every_fault_is_put_in_somewhere() -> None:
     put_in = {name for group in GROUPS for names in _chosen(group).values() for name in names}
     assert put_in == {name for names in _can_show(*TOPOLOGIES).values() for name in names}
     in_cases = {name for _, diagnoses in CASES.values() for name in diagnoses}
-    assert set(MUTATIONS) - put_in <= in_cases | set(OF_KERNELS) | set(OF_TAILS)
+    assert set(MUTATIONS) - put_in <= in_cases | set(OF_KERNELS) | set(OF_TAILS) | set(OF_SUMS)
 
 
 # Combinations of what other cases have one by one.

@@ -367,6 +367,11 @@ class Feature(enum.StrEnum):
     NVFP4 = "nvfp4", _run(lambda r: r.case.quantization == "nvfp4")  # scales of blocks, and one of the matrix
     KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
     TAILS = "tails", _run(lambda r: r.case.kernels == "fused")  # and of our own, with low-rank terms
+    # And with sums of the residual stream, which are whole.
+    STREAM_SUMS = (
+        "stream_sums",
+        _run(lambda r: r.case.kernels == "fused" and r.topology.tp == 1 and not r.topology.dp_shard),
+    )
 
     # --- batches
 

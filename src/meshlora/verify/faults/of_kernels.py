@@ -98,3 +98,21 @@ def chunk_gradient_without_labels(gradient: Any, *given: Any) -> Any:
     """the gradient of a label's logit is p - 1"""
     *others, is_here = given
     return gradient(*others, is_here & False)
+
+
+@_of_kernels("stream", "forward")(needs={Feature.STREAM_SUMS})
+def sum_without_low_rank_term(forward: Any, y: Tensor, z: Tensor, *rest: Any) -> Any:
+    """the residual stream has the low-rank term of each linear"""
+    return forward(y, 0 * z, *rest)
+
+
+@_of_kernels("stream", "back")(needs={Feature.STREAM_SUMS})
+def sum_without_gradient_of_stream(back: Any, grad: Tensor, _: Tensor | None, *rest: Any) -> Any:
+    """the stream before a norm has the gradient of the sum after it"""
+    return back(grad, None, *rest)
+
+
+@_of_kernels("stream", "back")(needs={Feature.STREAM_SUMS})
+def sum_without_scale_in_gradient(back: Any, *given: Any) -> Any:
+    """the gradient of z has the scale"""
+    return back(*given[:-1], 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -30,6 +31,8 @@ class Wing(Feature):
         watch_activations(model, plan.owners)
         # Before other forwards are given, which leave those with kernels alone.
         if (found := kernels.kernels_of(options, device=device, dtype=dtype)) is not None:
+            if plan.units:  # whose layers get the forward of another class, later
+                found = dataclasses.replace(found, stream=None)
             fuse(model, found)
         own_gradients_of_norms(model)
         own_rotations(model)

@@ -34,6 +34,7 @@ from meshlora.wings.kernels.liger import Gate, Kernels
 from meshlora.wings.kernels.loss_chunk import note_logits
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
 from meshlora.wings.kernels.rotary import rotates, with_rotation
+from meshlora.wings.kernels.stream_sums import KnownLayer, known_layers, layer_forward, ready_norm
 from meshlora.wings.kernels.tails import Tails, gated_mlp
 
 # `digest` of forwards of transformers 5.23 -> (offset of the weight, whether only the result is rounded): of
@@ -70,10 +71,29 @@ def gates_of_silu(model: nn.Module) -> list[str]:
     return [path for path, module in model.named_modules() if _activation_of(module) == "silu"]
 
 
+def sums_of_stream(model: nn.Module) -> list[str]:
+    """Paths of the linears whose low-rank terms can be computed with the sum and the norm after them."""
+    found = []
+    for known in _layers_with_sums(model):
+        found.append(f"{known.path}.self_attn.o_proj")
+        if known.after is not None and _activation_of(known.layer.get_submodule("mlp")) == "silu":
+            found.append(f"{known.path}.mlp.down_proj")
+    return found
+
+
+def _layers_with_sums(model: nn.Module) -> list[KnownLayer]:
+    found = known_layers(model, lambda norm: _norm_of(norm) == (0.0, False))
+    return [known for known in found if _rotates_safely(known.layer.get_submodule("self_attn"))]
+
+
 def fuse(model: nn.Module, kernels: Kernels) -> None:
     """Let every module of `model` whose code is known compute with `kernels`. Before other forwards are given."""
     if kernels.chunk is not None:
         note_logits(model, kernels.chunk)
+    if kernels.stream is not None:
+        for known in _layers_with_sums(model):
+            has_gate = _activation_of(known.layer.get_submodule("mlp")) == "silu"
+            known.layer.forward = MethodType(layer_forward(known, kernels.stream, has_gate=has_gate), known.layer)
     for module in model.modules():
         if "forward" in vars(module):  # it is of another stage
             continue
@@ -101,6 +121,8 @@ def _norm_of(module: nn.Module) -> tuple[float, bool] | None:
 
 def _norm(kernels: Kernels, offset: float, is_wide: bool) -> Any:
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if (found := ready_norm(self, hidden_states)) is not None:
+            return found
         weight = self.weight
         if weight.requires_grad or weight.dtype != hidden_states.dtype or not _is_computed(hidden_states):
             return type(self).forward(self, hidden_states)

@@ -8,6 +8,7 @@ Owns: the choice, its refusals, and the kernels of a model that has them. Does n
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from torch import nn
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.kernels.fused import fusable, gates_of_silu
+from meshlora.wings.kernels.fused import fusable, gates_of_silu, sums_of_stream
 from meshlora.wings.kernels.liger import Kernels, check_kernels, liger, liger_version
 from meshlora.wings.kernels.loss_chunk import chunk_kernels
+from meshlora.wings.kernels.stream_sums import stream_kernels
 from meshlora.wings.kernels.tails import MOST_RANK, tails
 from meshlora_ground.errors import UserError
 
@@ -50,29 +52,60 @@ def with_kernels(blueprint: Blueprint, *, device: str, is_proved: bool) -> tuple
 
 
 def _tails_in_words(blueprint: Blueprint) -> str:
-    """In how many gated MLPs low-rank terms are computed with the gate, and why not in the others."""
-    gates = gates_of_silu(blueprint.model)
-    if blueprint.adapter is None or not gates:
-        return f"low-rank terms in up to {len(gates)} gated MLPs"
+    """In how many gated MLPs low-rank terms are computed with the gate, and beside how many linears with a sum of the
+    residual stream; and why not in the others."""
+    gates, sums = gates_of_silu(blueprint.model), sums_of_stream(blueprint.model)
+    others = {path: _why_no_gate(blueprint, path) for path in gates}
+    topology = blueprint.plan.topology
+    of_sums = {}
+    for path in sums:
+        owner, _, own = path.rpartition(".")
+        of_sums[path] = others[owner] if own == "down_proj" else _why_no_term(blueprint, [path])
+    if topology.tp > 1 or topology.dp_shard:
+        axis = "tp" if topology.tp > 1 else "dp_shard"
+        of_sums = dict.fromkeys(sums, f"over {axis}")
+    said = f"low-rank terms in {_counted(others)} gated MLPs{_why(others)}"
+    if not sums:
+        return f"{said}; sums of the residual stream apart, as no code of these layers is known"
+    return f"{said}; sums of the residual stream with {_counted(of_sums)} linears{_why(of_sums)}"
+
+
+def _counted(others: Mapping[str, str]) -> str:
+    """others: path -> why it is none of those."""
+    return f"{sum(not why for why in others.values())} of {len(others)}"
+
+
+def _why(others: Mapping[str, str]) -> str:
+    reasons = sorted({why for why in others.values() if why})
+    return f", not in those {' or '.join(reasons)}" if reasons else ""
+
+
+def _why_no_gate(blueprint: Blueprint, path: str) -> str:
+    """Why a gated MLP has its low-rank terms apart; empty: it has them with its gate."""
+    linears = [f"{path}.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    if why := _why_no_term(blueprint, linears):
+        return why
+    assert blueprint.adapter is not None
+    gate, up, _ = (blueprint.adapter.targets[name] for name in linears)
+    return "" if gate.scaling == up.scaling else "whose gate and up have different scales"
+
+
+def _why_no_term(blueprint: Blueprint, linears: Sequence[str]) -> str:
+    """Why a kernel cannot compute the low-rank terms of all these `linears`; empty: it can."""
+    if blueprint.adapter is None:
+        return "without an adapter"
     config, targets = blueprint.adapter.config, blueprint.adapter.targets
-    why, number = "", 0
-    for path in gates:
-        three = [targets.get(f"{path}.{name}") for name in ("gate_proj", "up_proj", "down_proj")]
-        found = [target for target in three if target is not None]
-        if len(found) < 3:
-            why = "without an adapter on gate, up and down"
-        elif config.lora_dropout:
-            why = "with dropout"
-        elif any(target.further for target in found):
-            why = "with more than A and B"
-        elif any(target.r > MOST_RANK for target in found):
-            why = f"of ranks above {MOST_RANK}"
-        elif found[0].scaling != found[1].scaling:
-            why = "whose gate and up have different scales"
-        else:
-            number += 1
-    others = f", not in those {why}" if why else ""
-    return f"low-rank terms in {number} of {len(gates)} gated MLPs{others}"
+    found = [target for target in map(targets.get, linears) if target is not None]
+    if len(found) < len(linears):
+        names = [name.rpartition(".")[2].removesuffix("_proj") for name in linears]
+        return f"without an adapter on {' and '.join(filter(None, [', '.join(names[:-1]), names[-1]]))}"
+    if config.lora_dropout:
+        return "with dropout"
+    if any(target.further for target in found):
+        return "with more than A and B"
+    if any(target.r > MOST_RANK for target in found):
+        return f"of ranks above {MOST_RANK}"
+    return ""
 
 
 def check_loading(model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: str) -> None:
@@ -102,6 +135,6 @@ def kernels_of(options: BaseOptions, *, device: torch.device, dtype: torch.dtype
         return None
     kernels = liger(options.kernels)
     if options.kernels == "fused":
-        kernels = dataclasses.replace(kernels, tails=tails(), chunk=chunk_kernels())
+        kernels = dataclasses.replace(kernels, tails=tails(), chunk=chunk_kernels(), stream=stream_kernels())
     check_kernels(kernels, device, dtype)
     return kernels

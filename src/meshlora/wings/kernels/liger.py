@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.layers.head_loss import ChunkKernels
+from meshlora.wings.kernels.stream_sums import StreamKernels
 from meshlora.wings.kernels.tails import Tails
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.transfer import to_device
@@ -57,7 +58,7 @@ class Kernels:
         rotate_back: their gradients -> those of q and k. May write over them.
         gates: name of an activation -> its gate.
         tails: in place of SiLU's gate, with low-rank terms, which are no package's; None: not asked for.
-        chunk: of the loss, beside `tails`.
+        chunk, stream: of the loss, and of sums of the residual stream, beside `tails`.
         errors: what a function raises that cannot run.
     """
 
@@ -68,6 +69,7 @@ class Kernels:
     gates: Mapping[str, Gate]
     tails: Tails | None = None
     chunk: ChunkKernels | None = None
+    stream: StreamKernels | None = None
     errors: tuple[type[Exception], ...] = (RuntimeError, TypeError, ValueError, AssertionError)
 
 
@@ -154,6 +156,7 @@ def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype) ->
         ("liger-kernel's gate", lambda: _of_gates(kernels, drawn), "none"),
         ("our gate with low-rank terms", lambda: _of_tails(kernels, drawn), "liger"),
         ("our loss of a chunk", lambda: _of_chunk(kernels, drawn), "liger"),
+        ("our sum with a norm", lambda: _of_stream(kernels, drawn), "liger"),
     ):
         given, way_out = f"{name} on {device.type} in {dtype}", f"use model.kernels: {instead}"
         try:
@@ -242,3 +245,23 @@ def _of_chunk(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]
     yield sums[:3], right
     gradient = exact.softmax(1) - F.one_hot(labels, real) * is_here.unsqueeze(1)
     yield kernels.chunk.gradient(logits, sums, real, *place), F.pad(gradient, (0, width - real))
+
+
+def _of_stream(kernels: Kernels, drawn: _Drawn) -> Iterator[tuple[Tensor, Tensor]]:
+    if kernels.stream is None:
+        return
+    tokens, width, r, scale = 37, 600, 8, 0.5
+    shapes = (tokens, width), (tokens, r), (width, r), (tokens, width), (width,)
+    given, exact = zip(*(drawn(*shape) for shape in shapes), strict=True)
+    y, z, b, residual, weight = exact
+    h, n, inverse = kernels.stream.forward(*given, 1e-5)
+    yield h, y + z @ b.T + residual
+    leaf = h.cpu().double().requires_grad_()  # of h as it was rounded
+    right = (leaf.square().mean(1) + 1e-5).rsqrt()
+    normed = leaf * right.unsqueeze(1) * weight
+    yield from zip((n, inverse), (normed.detach(), right.detach()), strict=True)
+    (grad, g64), (passed, p64) = drawn(tokens, width), drawn(tokens, width)
+    (of_norm,) = torch.autograd.grad(normed, leaf, g64)
+    for added, total in ((None, of_norm), (passed, of_norm + p64)):
+        dh, dz = kernels.stream.back(grad, added, h, given[4], inverse, given[2], scale)
+        yield from zip((dh, dz), (total, scale * total @ b), strict=True)

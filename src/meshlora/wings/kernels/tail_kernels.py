@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_LEAST_RANK = 16  # of a product of Triton
+LEAST_RANK = 16  # of a product of Triton
 
 
 @triton.jit
@@ -146,5 +146,5 @@ def _sizes(gate: Tensor, scale: float, *factors: Tensor) -> tuple[Any, ...]:
 def _how(gate: Tensor, columns: int, *factors: Tensor) -> dict[str, int]:
     """Tiles, which are in registers: of half as many tokens where numbers are twice as wide."""
     z_gate, z_up, _, _, a = factors
-    rank = triton.next_power_of_2(max(_LEAST_RANK, z_gate.shape[1], z_up.shape[1], len(a)))
+    rank = triton.next_power_of_2(max(LEAST_RANK, z_gate.shape[1], z_up.shape[1], len(a)))
     return {"R": rank, "ROWS": 64 // gate.element_size(), "WIDE": columns, "num_warps": 8}

@@ -54,7 +54,7 @@ def gated_mlp(mlp: Any, x: Tensor, tails: Tails) -> Any | None:
     """`down_proj(silu(gate_proj(x)) * up_proj(x))`, x `[..., H]`; None where a linear has more than a matrix and one
     adapter, or its z is not there before its product."""
     gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
-    names = [_plain(leaf) for leaf in (gate, up, down)]
+    names = [plain_adapter(leaf) for leaf in (gate, up, down)]
     if None in names or not torch.is_grad_enabled() or down.dropout.get(names[2]):
         return None
     entered = [leaf.enter(leaf, x) for leaf in (gate, up)]
@@ -71,7 +71,7 @@ def gated_mlp(mlp: Any, x: Tensor, tails: Tails) -> Any | None:
     return down(product)
 
 
-def _plain(leaf: nn.Module) -> str | None:
+def plain_adapter(leaf: nn.Module) -> str | None:
     """The one adapter of a linear that is nothing but a frozen product and a low-rank one; else None."""
     if type(leaf) is not ParallelLinear or (leaf.bias is not None and leaf.bias.requires_grad):
         return None
@@ -88,14 +88,19 @@ class _Product(Function):
     ) -> Tensor:
         save(ctx, weight)
         ctx.gradient = entered.gradient
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        write_product(_rows(y), _rows(x), weight, bias)
-        return y
+        return frozen_product(_rows(x), weight, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = saved(ctx)
         return gradient_of_x(ctx, grads[0], weight), None, None, None, None
+
+
+def frozen_product(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> Tensor:
+    """`x W^T + b` `[T, out]`, x `[T, in]`."""
+    y = x.new_empty(len(x), weight.shape[0])
+    write_product(y, x, weight, bias)
+    return y
 
 
 class GateFunction(Function):
