@@ -56,6 +56,7 @@ def test_a_step_of_8b_has_no_more_operators_than_it_had(kernels: ModuleType, cou
     """A change that adds some says so here, as one that saves some does."""
     found = {name: step.number(*kernels.PARTS) for name, (step, _) in counted.items()}
     assert (found["meshlora"], found["with liger"]) == (2615, 2102)
+    assert (found["fused"], found["fused, in float8"]) == (1719, 2383)
 
 
 def test_a_step_of_8b_is_as_short_as_was_asked_for(kernels: ModuleType, counted: dict[str, Any]) -> None:

@@ -90,12 +90,10 @@ def _stream_back(  # type: ignore[no-untyped-def]
     tl.store(dz + there, (total * scale).to(dz.dtype.element_ty), mask=inside)
 
 
-def stream_sum(
-    y: Tensor, z: Tensor, b: Tensor, residual: Tensor, weight: Tensor, eps: float, h: Tensor, n: Tensor, r: Tensor
-) -> None:
-    """As `wings.kernels.stream_sums` says. h, n, r: where the results go."""
+def stream_sum(y: Tensor, z: Tensor, b: Tensor, residual: Tensor, weight: Tensor, eps: float, *found: Tensor) -> None:
+    """As `wings.kernels.stream_sums` says. found: where h, n and r go."""
     assert z.stride(1) == 1, z.stride()
-    tensors = y.contiguous(), z, b, residual.contiguous(), weight, h, n, r
+    tensors = y.contiguous(), z, b, residual.contiguous(), weight, *found
     sizes = *y.shape, eps, z.stride(0), *b.mT.stride(), b.shape[1]
     _stream_sum[_grid(y)](*tensors, *sizes, **_how(y, b))
 
