@@ -245,8 +245,10 @@ WIDE = {
     "tokenize": "what a user may say of data",
     "read_streamed": "what a user may say of data",
     "read_rollouts": "what a user may say of data",
-    "_gate_tail": "a kernel takes each tensor, size and stride by itself",
-    "_gate_tail_back": "a kernel takes each tensor, size and stride by itself",
+    **dict.fromkeys(
+        ("_gate_tail", "_gate_tail_back", "_stream_sum", "_stream_back"),
+        "a kernel takes each tensor, size and stride by itself",
+    ),
 }
 
 

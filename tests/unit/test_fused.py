@@ -126,22 +126,24 @@ def test_where_low_rank_terms_are_fused_is_said(lora: dict[str, Any], gates: str
 
 
 @pytest.mark.parametrize(
-    ("family", "topology", "words"),
+    ("family", "topology", "every", "words"),
     [
-        ("llama", "tp=2", "with 0 of 4 linears, not in those over tp"),
-        ("llama", "dp=2,dp_shard", "with 0 of 4 linears, not in those over dp_shard"),
-        ("llama", "dp=2", "with 4 of 4 linears"),
-        ("qwen3", "", "with 4 of 4 linears"),
-        ("qwen3_moe", "", "with 3 of 3 linears"),  # two o_proj, and down_proj of the dense layer
-        ("gemma2", "", "apart, as no code of these layers is known"),
+        ("llama", "", 1, "with 3 of 4 linears, not in those before a layer that is computed again"),
+        ("llama", "", 2, "with 4 of 4 linears"),
+        ("llama", "tp=2", 0, "with 0 of 4 linears, not in those over tp"),
+        ("llama", "dp=2,dp_shard", 0, "with 0 of 4 linears, not in those over dp_shard"),
+        ("llama", "dp=2", 0, "with 4 of 4 linears"),
+        ("qwen3", "", 0, "with 4 of 4 linears"),
+        ("qwen3_moe", "", 0, "with 3 of 3 linears"),  # two o_proj, and down_proj of the dense layer
+        ("gemma2", "", 0, "apart, as no code of these layers is known"),
     ],
 )
 @pytest.mark.usefixtures("gpu")
-def test_where_sums_of_the_stream_are_fused_is_said(family: str, topology: str, words: str) -> None:
+def test_where_sums_of_the_stream_are_fused_is_said(family: str, topology: str, every: int, words: str) -> None:
     options = BaseOptions(dtype="bfloat16", kernels="fused")
     base = make_blueprint(twin_config(family), Topology.parse(topology), options)
     adapted = base.with_adapter(LoraConfig(target_modules="all-linear"))
-    _, said = with_kernels(adapted, device="auto", is_proved=False)
+    _, said = with_kernels(adapted, device="auto", is_proved=False, recomputed_every=every)
     assert said.endswith(f"{_SUMS} {words}")
 
 

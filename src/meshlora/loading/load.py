@@ -77,8 +77,8 @@ def load(
             of routed experts. "keep": those that the checkpoint stores in few bits stay packed.
         compute: "fp8": the products of the frozen linears in float8; "fp8_backward": those of the backward alone.
         kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU; "fused": with
-            low-rank terms of gated MLPs. Each is compared with its definition here; that of the whole model is
-            `meshlora verify`.
+            low-rank terms of gated MLPs and of sums of the residual stream. Each is compared with its definition here;
+            that of the whole model is `meshlora verify`.
 
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: anything not proved to be exact.

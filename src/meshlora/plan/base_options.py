@@ -22,7 +22,7 @@ class BaseOptions:
         quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
         compute: the products of the frozen linears in float8: fp8, in both directions, or fp8_backward; None: in dtype.
         kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there;
-            fused: with low-rank terms of gated MLPs in kernels of our own.
+            fused: with low-rank terms of gated MLPs and of sums of the residual stream in kernels of our own.
         plan: file with the plan of a family that no table has, as `meshlora verify --save` writes it.
     """
 

@@ -40,7 +40,7 @@ from meshlora.run.optimizers import check_trainable
 from meshlora.run.output import check_output, holds_run
 from meshlora.run.packing_check import check_packing
 from meshlora.run.prepared import Prepared, asked_of
-from meshlora.run.recompute import check_recompute
+from meshlora.run.recompute import check_recompute, recomputed_every
 from meshlora.run.run_data import RunData
 from meshlora.run.slow_paths import SlowPath, check_fast, slow_paths
 from meshlora.run.spikes import notes_of_spikes
@@ -106,7 +106,8 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
         check_load_balancing(blueprint.model)
     said = blueprint.check_weights()
     is_proved = config.preflight in ("auto", "device")
-    blueprint, kernels = with_kernels(blueprint, device=config.device, is_proved=is_proved)
+    every = recomputed_every(train.recompute)
+    blueprint, kernels = with_kernels(blueprint, device=config.device, is_proved=is_proved, recomputed_every=every)
     return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels, *notes_of(base.model)))))
 
 

@@ -45,7 +45,7 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
         UnsupportedError: as in `check_recompute`.
     """
     check_recompute(model, recompute)
-    every = _every(recompute)
+    every = recomputed_every(recompute)
     if not every:
         return
     name, layers = decoder_layers(model)
@@ -82,7 +82,7 @@ def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
     """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device. Raises:
     UnsupportedError: names the type of the layer, or the number of layers."""
-    every = _every(recompute)
+    every = recomputed_every(recompute)
     if not every:
         return
     _, layers = decoder_layers(model)
@@ -118,8 +118,8 @@ def asked_of(recompute: str | int) -> bool | Literal["keep_attention", "offload"
     return recompute != "none"
 
 
-def _every(recompute: str | int) -> int:
-    """The distance between recomputed layers, 0 for none."""
+def recomputed_every(recompute: str | int) -> int:
+    """The distance between recomputed layers, of which the first is one; 0 for none."""
     return recompute if isinstance(recompute, int) else {"none": 0, "full": 1, KEEP_ATTENTION: 1, OFFLOAD: 1}[recompute]
 
 

@@ -24,10 +24,13 @@ from meshlora.wings.kernels.tails import MOST_RANK, tails
 from meshlora_ground.errors import UserError
 
 
-def with_kernels(blueprint: Blueprint, *, device: str, is_proved: bool) -> tuple[Blueprint, str]:
+def with_kernels(
+    blueprint: Blueprint, *, device: str, is_proved: bool, recomputed_every: int = 0
+) -> tuple[Blueprint, str]:
     """(`blueprint` with `options.kernels` decided, not auto; a message if it has some).
 
     device: as in a run file. is_proved: auto may take kernels, as the preflight proves them on the devices.
+    recomputed_every: the distance between layers that are computed again, 0: none is.
 
     Raises:
         UserError: liger or fused is asked for, and this run cannot have it.
@@ -47,20 +50,24 @@ def with_kernels(blueprint: Blueprint, *, device: str, is_proved: bool) -> tuple
     if wanted == "auto":
         wanted = "liger"
     elif wanted == "fused":
-        said += f"; {_tails_in_words(blueprint)}"
+        said += f"; {_tails_in_words(blueprint, recomputed_every)}"
     return dataclasses.replace(blueprint, options=dataclasses.replace(blueprint.options, kernels=wanted)), said
 
 
-def _tails_in_words(blueprint: Blueprint) -> str:
+def _tails_in_words(blueprint: Blueprint, every: int) -> str:
     """In how many gated MLPs low-rank terms are computed with the gate, and beside how many linears with a sum of the
     residual stream; and why not in the others."""
     gates, sums = gates_of_silu(blueprint.model), sums_of_stream(blueprint.model)
     others = {path: _why_no_gate(blueprint, path) for path in gates}
-    topology = blueprint.plan.topology
+    topology, layers = blueprint.plan.topology, dict(blueprint.model.named_modules())
     of_sums = {}
     for path in sums:
-        owner, _, own = path.rpartition(".")
-        of_sums[path] = others[owner] if own == "down_proj" else _why_no_term(blueprint, [path])
+        *_, layer, _, own = path.split(".")
+        why = others[path.removesuffix(f".{own}")] if own == "down_proj" else _why_no_term(blueprint, [path])
+        has_next = own == "down_proj" and f"{path.partition(f'.{layer}.')[0]}.{int(layer) + 1}" in layers
+        if has_next and every and (int(layer) + 1) % every == 0:
+            why = why or "before a layer that is computed again"
+        of_sums[path] = why
     if topology.tp > 1 or topology.dp_shard:
         axis = "tp" if topology.tp > 1 else "dp_shard"
         of_sums = dict.fromkeys(sums, f"over {axis}")

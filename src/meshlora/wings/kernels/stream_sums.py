@@ -43,7 +43,7 @@ from meshlora.wings.kernels.known_code import decorated_as, digest
 from meshlora.wings.kernels.tails import MOST_RANK, frozen_product, plain_adapter
 from meshlora_ground.compat.torch_tensors import tensor_without_storage
 
-# `digest` of `LlamaDecoderLayer.forward` of transformers 5.23, which is that of 66 families more.
+# `digest` of `LlamaDecoderLayer.forward` of transformers 5.23, which is that of 66 classes more.
 _LAYER = "015580e5443c6d2a"
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 
