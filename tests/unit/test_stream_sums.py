@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,12 +17,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from meshlora.layers.frozen import FewBits
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels import fused
 from meshlora.wings.kernels import kernels as chosen
 from meshlora.wings.kernels import stream_sums as module
-from meshlora.wings.kernels.stream_sums import StreamKernels, Unfinished, stream_kernels
+from meshlora.wings.kernels.stream_sums import (
+    NormFunction,
+    Ready,
+    StreamKernels,
+    SumFunction,
+    Unfinished,
+    stream_kernels,
+)
 from meshlora_ground.float64 import lift
 from tests.kernels import STAND_IN
 from tests.twins import make_batches, make_twin
@@ -95,6 +104,75 @@ def test_kernels_compile() -> None:
     code = f"import os; del os.environ['TRITON_INTERPRET']; {_COMPILE.strip()}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+# --- the graph --------------------------------------------------------------------------------------------------------
+
+
+class _Whole(FewBits):
+    """A matrix whose products are those of kernels, which add to nothing."""
+
+    has_forward = has_backward = True
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    shape = property(lambda self: self.weight.shape)
+    mT = property(lambda self: _Whole(self.weight.mT))
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def __getitem__(self, expert: int) -> Tensor:
+        return self.weight[expert]
+
+    def whole(self) -> Tensor:
+        return self.weight
+
+
+class _Shared:
+    """The gradient of an input to which another linear has added ones."""
+
+    def __init__(self) -> None:
+        self.total = torch.ones(TOKENS, WIDTH, dtype=torch.float64)
+
+    def so_far(self) -> Tensor:
+        return self.total
+
+    def hold(self, total: Tensor) -> None:
+        self.total = total
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("has_z", [False, True])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_gradients_are_those_of_autograd(is_packed: bool, has_z: bool, is_shared: bool) -> None:
+    _, z, b, residual, w, of_n, of_h = drawn(torch.float64, 5)
+    x, weight = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64), torch.randn(WIDTH, WIDTH, dtype=torch.float64)
+    x, a = x[0], x[1, :5]
+    leaves = [tensor.clone().requires_grad_() for tensor in (x, z if has_z else a, b, residual)]
+
+    def loss(n: Tensor, h: Tensor) -> Tensor:
+        return (n * of_n).sum() + (h * of_h).sum()
+
+    of_x, low, of_b, stream = leaves
+    h = of_x @ weight.T + (low if has_z else SCALE * of_x @ low.T) @ of_b.T + stream
+    n = h * (h.square().mean(1, keepdim=True) + EPS).rsqrt() * w
+    right = list(torch.autograd.grad(loss(n, h), leaves))
+
+    norm = SimpleNamespace(weight=w, variance_epsilon=EPS)
+    ready, shared = Ready(norm, stream_kernels()), _Shared() if is_shared else None
+    given_x = of_x.detach() if is_shared else of_x
+    terms = (low, None) if has_z else (None, low)
+    matrix = _Whole(weight) if is_packed else weight
+    how = 1.0 if has_z else SCALE, shared, ready
+    found = SumFunction.apply(given_x, None, matrix, None, *terms, of_b, stream, how)
+    own = loss(*NormFunction.apply(found, w, ready))
+    gradients = list(torch.autograd.grad(own, leaves[is_shared:]))
+    if shared is not None:
+        gradients.insert(0, shared.total - 1.0)
+    for mine, wanted in zip(gradients, right, strict=True):
+        assert float((mine - wanted).norm() / wanted.norm()) < 1e-12
 
 
 # --- the layers that call them ----------------------------------------------------------------------------------------
@@ -192,6 +270,13 @@ def test_a_layer_takes_them_where_its_code_is_known(
 ) -> None:
     found, counting = _gradients(make_twin(tmp_path, family), monkeypatch, lora=_lora(**lora))
     assert (counting.forwards, counting.backwards) == (number, number)
+    assert _distance(found) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"quantization": "nf4"}, {"compute": "fp8_backward"}, {"compute": "fp8"}], ids=str)
+def test_a_base_in_few_bits_has_them(options: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found, counting = _gradients(make_twin(tmp_path, "llama"), monkeypatch, lora=_lora(), **options)
+    assert counting.forwards == 4
     assert _distance(found) < 1e-5
 
 
