@@ -76,6 +76,14 @@ def test_products_do_the_arithmetic_of_the_shape(kernels: ModuleType, counted: d
         assert 1 <= done / asked < 1.02, name
 
 
+def test_sums_of_the_stream_have_their_low_rank_products(kernels: ModuleType, counted: dict[str, Any]) -> None:
+    shape = kernels.real_shapes()[0]
+    _, layer = counted["fused"]
+    for part, name in (("forward", "stream_sum"), ("backward", "stream_back")):
+        done = {work.flops: n for (own, work, _), n in layer.operators[part].items() if own == name}
+        assert done == {2 * shape.seq_len * shape.config.hidden_size * kernels.RANK: 2}  # of o_proj and down_proj
+
+
 def test_grouped_products_multiply_each_row_once(kernels: ModuleType, mixture: dict[str, Any]) -> None:
     shape = next(shape for shape in kernels.real_shapes() if shape.name == "moe")
     c, rows = shape.config, shape.seq_len * shape.config.num_experts_per_tok

@@ -20,6 +20,7 @@ from meshlora.wings.experts.products import Projection
 from meshlora.wings.kernels.liger import check_kernels, liger
 from meshlora.wings.kernels.loss_chunk import chunk_kernels
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
+from meshlora.wings.kernels.stream_sums import stream_kernels
 from meshlora.wings.kernels.tails import tails
 from meshlora.wings.packed_rows import varlen
 from meshlora.wings.quantized import float8_gpu
@@ -76,7 +77,8 @@ def test_the_kernel_of_a_norm_computes_its_formula(dtype: torch.dtype) -> None:
 @pytest.mark.liger
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_kernels_of_liger_and_our_own_compute_their_definitions(dtype: torch.dtype) -> None:
-    check_kernels(dataclasses.replace(liger(), tails=tails(), chunk=chunk_kernels()), torch.device("cuda"), dtype)
+    own = dataclasses.replace(liger(), tails=tails(), chunk=chunk_kernels(), stream=stream_kernels())
+    check_kernels(own, torch.device("cuda"), dtype)
 
 
 @pytest.mark.liger

@@ -516,6 +516,10 @@ def _flops_of(name: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_
         return 2 * given[0].numel() * (given[2].shape[1] + given[3].shape[1] + len(given[6]))
     if short == "gate_tail_back":  # a gradient first: one with A again, and two for each of the forward's
         return 2 * given[0].numel() * (3 * (given[3].shape[1] + given[4].shape[1]) + 2 * len(given[7]))
+    if short == "stream_sum":  # y, z, B, ...
+        return 2 * given[0].numel() * given[1].shape[1]
+    if short == "stream_back":  # -> dh, dz = dh B
+        return 2 * made[0].numel() * made[1].shape[1]
     if short in _PRODUCTS:
         left = given[0]
         if short.startswith(("addmm", "baddbmm")):
