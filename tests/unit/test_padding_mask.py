@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
 from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
+from meshlora.model import padding
 from meshlora.model.padding import is_causal
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.packing_check import _twin
@@ -110,6 +112,38 @@ def test_a_family_that_sees_later_tokens_is_told_by_its_forward_alone() -> None:
 def test_what_is_recorded_of_later_tokens_is_right_of_any_family(family: str) -> None:
     with lift():
         assert sees_later_tokens(twin_config(family)) == (family in SEE_LATER_TOKENS)
+
+
+def _check_options(family: str) -> None:
+    """With each option by which tokens see later ones, `is_causal` says so if a small model does."""
+    for name, values in padding._SEE_ALL.items():
+        for value in values:
+            config = twin_config(family)
+            text = config.get_text_config()
+            if name != "is_causal" and not hasattr(text, name):  # masks of any family follow that one
+                continue
+            try:
+                setattr(text, name, value)
+            except StrictDataclassFieldValidationError:  # a value of other families
+                continue
+            try:
+                with lift():
+                    sees_later = sees_later_tokens(config)
+            except (AttributeError, TypeError):  # its own code does not run so (modernbert-decoder, mpt)
+                continue
+            blueprint = make_blueprint(config, Topology(), BaseOptions(dtype="float64", disable_dropout=True))
+            assert not (sees_later and is_causal(blueprint.model, blueprint.plan)), (name, value)
+
+
+@pytest.mark.parametrize("family", ["rembert", "step3p7"])
+def test_options_by_which_tokens_see_later_ones_are_known(family: str) -> None:
+    _check_options(family)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("family", sorted(PROVED))
+def test_options_by_which_tokens_see_later_ones_are_known_of_any_family(family: str) -> None:
+    _check_options(family)
 
 
 def test_who_sees_later_tokens_needs_a_mask() -> None:

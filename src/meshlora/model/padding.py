@@ -16,6 +16,14 @@ from meshlora.feature import features
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.tasks import CAUSAL
 
+# Options of configurations -> the values with which tokens see later ones, as encoders' do. Of some families (rembert,
+# step3p7) their masks alone follow them, of others attentions say so, too (bert, gemma3).
+_SEE_ALL: dict[str, tuple[Any, ...]] = {
+    "is_causal": (False,),
+    "is_decoder": (False,),
+    "use_bidirectional_attention": (True, "all"),
+}
+
 
 def is_causal(model: Any, plan: ModelPlan) -> bool:
     """Whether no token of `model`, of a family proved causal, sees a later one, as its configuration can say. plan: of
@@ -23,7 +31,8 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
     """
     if not leaves_mask(plan):
         return False
-    if getattr(model.config.get_text_config(), "is_causal", True) is False:
+    text = model.config.get_text_config()
+    if any(getattr(text, name, None) in values for name, values in _SEE_ALL.items()):
         return False
     for name, module in model.named_modules():
         # Of an image part attentions may see all of it: an image has no later tokens.
