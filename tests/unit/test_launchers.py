@@ -16,8 +16,9 @@ import torch.distributed as dist
 from meshlora.cli import main as command_line
 from meshlora.comm import groups
 from meshlora.processes import launchers
-from meshlora.processes.launchers import Place, first_host, launcher_place, set_rendezvous
+from meshlora.processes.launchers import Place, first_host, launcher_place, ranks_on_host, set_rendezvous
 from meshlora_ground.errors import UserError
+from tests.for_each import for_each
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "MPI_", "CUDA_")
 SRUN = {"SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_LOCALID": 1, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0}
@@ -51,6 +52,26 @@ def test_torchrun_is_found_before_slurm() -> None:
 def test_srun_step_is_a_launcher() -> None:
     _set(SLURM_PROCID=5, SLURM_NTASKS=8, SLURM_STEP_NUM_TASKS=8, SLURM_LOCALID=1)
     assert launcher_place() == Place(5, 8, 1)
+
+
+@for_each(
+    ("variables", "number"),
+    [
+        ({}, 8),  # started by this process, all of them
+        ({"RANK": 1, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4}, 4),
+        (MPIRUN, 2),
+        ({"PMI_RANK": 3, "PMI_SIZE": 8, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}, 2),
+        ({"PMI_RANK": 3, "PMI_SIZE": 8, "PMI_LOCAL_RANK": 1, "PMI_LOCAL_SIZE": 4}, 4),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"}, 3),
+        (SRUN, 1),  # this machine has no GPU
+    ],
+)
+def test_ranks_of_a_host_are_counted_as_the_launcher_says(
+    variables: dict[str, object], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in variables.items()}):
+        assert ranks_on_host(8) == number
 
 
 def test_batch_script_is_not_a_rank_of_its_job() -> None:

@@ -178,18 +178,22 @@ class _Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Identity() for _ in range(32))
 
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4096))
+
     def get_input_embeddings(self) -> Any:
-        return SimpleNamespace(embedding_dim=4096)
+        return SimpleNamespace(embedding_dim=512)  # as of opt-350m, which projects them
 
 
-def _notes(topology: str = "", recompute: str = "offload", device: str = "auto", **data: Any) -> list[str]:
+def _notes(
+    topology: str = "", recompute: str = "offload", device: str = "auto", world: int | None = None, **data: Any
+) -> list[str]:
     config = SimpleNamespace(
         train=SimpleNamespace(recompute=recompute, micro_batch_size=2),
         data=SimpleNamespace(packing=False, longest=0, **data),
         device=device,
     )
     blueprint = SimpleNamespace(model=_Model(), topology=Topology.parse(topology), dtype=torch.bfloat16)
-    return notes_of_offload(config, blueprint, _Rows(np.array([0, 100, 32_868])))  # type: ignore[arg-type]
+    return notes_of_offload(config, blueprint, _Rows(np.array([0, 100, 32_868])), world=world)  # type: ignore[arg-type]
 
 
 class _Rows:
@@ -228,6 +232,16 @@ def test_a_host_without_room_is_refused(two_gpus: Callable[[float], None]) -> No
     _notes()
     with pytest.raises(UserError, match=r"17\.18 GB of the host for each of 2 ranks, which has 20\.0 GB.*: full"):
         _notes("tp=2")
+
+
+def test_a_host_has_room_for_all_its_ranks(two_gpus: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four that share two GPUs; of eight on two hosts those that are here."""
+    two_gpus(40)
+    _notes("tp=4")
+    with pytest.raises(UserError, match=r"17\.18 GB of the host for each of 4 ranks, which has 40\.0 GB"):
+        _notes("tp=4", world=4)
+    monkeypatch.setattr(module, "ranks_on_host", lambda world: world // 4)
+    assert "for each of 2 ranks" in _notes("tp=8", world=8)[0]
 
 
 def test_layers_that_take_their_input_by_name_are_refused() -> None:

@@ -93,6 +93,19 @@ def launcher_place() -> Place | None:
     return None
 
 
+def ranks_on_host(world: int) -> int:
+    """How many of a run's `world` ranks are on this host, as its launcher says; all, where this process starts them."""
+    env = os.environ
+    if launcher_place() is None:
+        return world
+    for name in ("LOCAL_WORLD_SIZE", _OPEN_MPI[3], _HYDRA[3], _PALS[3]):
+        if name in env:
+            return _number(name)
+    # Of SLURM, for each node: "4(x2),1".
+    counts = re.findall(r"(\d+)(?:\(x\d+\))?(?:,|$)", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return max(map(int, counts), default=min(world, max(1, torch.cuda.device_count())))
+
+
 def _is_one_of_several(rank: str, world: str) -> bool:
     return rank in os.environ and _number(world, 1) > 1
 

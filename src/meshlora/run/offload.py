@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.derive import decoder_layers
+from meshlora.processes.launchers import ranks_on_host
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
@@ -149,8 +150,12 @@ def host_bytes(num_layers: int, input_bytes: float) -> int:
     return num_layers * 2 ** max(0, int(input_bytes) - 1).bit_length()
 
 
-def notes_of_offload(config: RunConfig, blueprint: Blueprint, data: TokenizedDataset) -> list[str]:
+def notes_of_offload(
+    config: RunConfig, blueprint: Blueprint, data: TokenizedDataset, *, world: int | None = None
+) -> list[str]:
     """How much of this machine's memory a run takes for inputs of layers, where it keeps them there.
+
+    world: the number of ranks that are started; None: of a run that is only looked at, one for each GPU that is here.
 
     Raises:
         UserError: the machine has less.
@@ -162,11 +167,11 @@ def notes_of_offload(config: RunConfig, blueprint: Blueprint, data: TokenizedDat
         row = config.data.longest
     rows = config.train.micro_batch_size * len(data) / data.num_examples  # an example may be a pair
     topology, model = blueprint.topology, blueprint.model
-    width = model.get_input_embeddings().embedding_dim * blueprint.dtype.itemsize
+    width = model.config.get_text_config().hidden_size * blueprint.dtype.itemsize
     tokens = rows * row / topology.size_over(topology.token_cut)
     # Of stages the first rank has so many micro-batches on the way that it has as many inputs as there are layers.
     needed = host_bytes(len(decoder_layers(model)[1]), tokens * width)
-    ranks = min(topology.world, max(1, torch.cuda.device_count()))
+    ranks = min(topology.world, max(1, torch.cuda.device_count())) if world is None else ranks_on_host(world)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = f"inputs of layers take up to {needed / 1e9:,.2f} GB of the host for each of {ranks} ranks"
     if config.device == "cpu" or not torch.cuda.is_available():

@@ -124,10 +124,17 @@ def first_day(given: str | None, *, output: str, policy: str | None, resume: str
 
 
 def prepare(
-    config: RunConfig, data: RunData, *, resume: str | None, despite: Collection[str], adapters: int = 1
+    config: RunConfig,
+    data: RunData,
+    *,
+    world: int | None,
+    resume: str | None,
+    despite: Collection[str],
+    adapters: int = 1,
 ) -> Prepared:
     """Check a run against its model, its data and the content of its output folder.
 
+    world: number of processes, if known.
     resume: folder of the checkpoint to resume from, or "auto": the last whole one in the output, if any.
     despite: names of settings that may differ from the run that saved it. adapters: of the run file.
 
@@ -180,7 +187,7 @@ def prepare(
         answers=answers,
         notes=(
             *(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
-            *(*notes_of_offload(config, blueprint, data.train), *of_graphs),
+            *(*notes_of_offload(config, blueprint, data.train, world=world), *of_graphs),
         ),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),

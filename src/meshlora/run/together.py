@@ -58,7 +58,7 @@ def prepare_run(
     texts = Texts(config.model, config.data, config.train.objective)
     seed, is_stream = config.train.seed, config.is_stream
     data = read_data(texts, blueprint, config.asked, seed=seed, is_stream=is_stream, day=day)
-    return prepare(config, data, resume=resume, despite=despite, adapters=adapters)
+    return prepare(config, data, world=world, resume=resume, despite=despite, adapters=adapters)
 
 
 def prepare_runs(
