@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -157,6 +158,30 @@ def test_a_copy_that_is_not_waited_for_is_seen(kind: str) -> None:
     """A buffer that is let go at once; an input that is used before it is there."""
     layers = _Layers(lambda device: _Late(device, deaf_to=kind))
     assert not _equal(layers.gradients(layers.forward()), _plain())
+
+
+@pytest.mark.parametrize("is_left", [False, True], ids=["it is on the device", "it has left"])
+@pytest.mark.parametrize("offloads", [True, False], ids=["ours", "torch's own"])
+def test_an_input_that_is_written_to_is_an_error_of_the_backward(is_left: bool, offloads: bool) -> None:
+    """Whether or not its copy was already made, and who has written: here by a view of what it is a view of."""
+    offload, weight = Offload(), torch.ones(8, 8, requires_grad=True)
+    whole = torch.ones(4, 8) * 1
+    hidden = whole[:2]
+
+    def layer(hidden: Tensor) -> Tensor:
+        return (hidden @ weight).tanh()
+
+    def run(hidden: Tensor, *, is_first: bool) -> Any:
+        with offload.saving(hidden, is_first=is_first) if offloads else contextlib.nullcontext():
+            return checkpoint(layer, hidden, use_reentrant=False, early_stop=False)
+
+    out = run(hidden, is_first=True)
+    if is_left:
+        out = run(out, is_first=False)
+    del hidden
+    whole[1:].mul_(2)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        out.sum().backward()
 
 
 def test_what_all_layers_share_stays() -> None:

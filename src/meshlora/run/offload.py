@@ -26,6 +26,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.derive import decoder_layers
 from meshlora.processes.launchers import ranks_on_host
 from meshlora.run.config.run_file import RunConfig
+from meshlora_ground.compat.torch_tensors import version_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
@@ -76,6 +77,9 @@ class Checkpoint:
     def __init__(self, tensor: Tensor, lane: Lane, before: Callable[[], Checkpoint | None]) -> None:
         self._lane, self.before = lane, before
         self._here: Tensor | None = tensor
+        # Nothing of its memory, but its count of writes: a copy may still be under way when its source is written to.
+        self._counted, self._saved = tensor.detach(), version_of(tensor)
+        self._counted.data = tensor.new_empty(0)
         self.host, self._event = lane.out(tensor)
 
     def leave(self) -> None:
@@ -89,7 +93,16 @@ class Checkpoint:
             self._here, self._event = self._lane.back(self.host)
 
     def back(self) -> Tensor:
-        """Itself, on the device; the layer before is fetched meanwhile."""
+        """Itself, on the device; the layer before is fetched meanwhile.
+
+        Raises:
+            RuntimeError: it was written to since, as torch says of what it saves itself.
+        """
+        if (version := version_of(self._counted)) != self._saved:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: the "
+                f"input {list(self.host.shape)} of a layer is at version {version}; expected version {self._saved}"
+            )
         self.fetch()
         here = self._here
         assert here is not None
