@@ -73,13 +73,18 @@ def distances(given: list[Tensor], own: Tails) -> dict[str, float]:
     }
 
 
+def _check(found: dict[str, float], dtype: torch.dtype, limit: float) -> None:
+    assert max(found.values()) < limit, found
+    if dtype.itemsize == 2:  # a result that is rounded once is 0.21 of eps off; from numbers that were rounded, 0.29
+        assert max(found[name] for name in ("p", "gate", "up")) < torch.finfo(dtype).eps / 4, found
+
+
 @pytest.mark.parametrize(
     ("dtype", "limit"),
     [(torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)],
 )
 def test_operators_compute_what_autograd_does(dtype: torch.dtype, limit: float) -> None:
-    found = distances(drawn(dtype), tails())
-    assert max(found.values()) < limit, found
+    _check(distances(drawn(dtype), tails()), dtype, limit)
 
 
 # --- the kernels ------------------------------------------------------------------------------------------------------
@@ -90,8 +95,7 @@ def test_operators_compute_what_autograd_does(dtype: torch.dtype, limit: float) 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.float16, 2**-10)])
 def test_kernels_compute_what_autograd_does(dtype: torch.dtype, limit: float, ranks: tuple[int, int, int]) -> None:
     """By the interpreter, which computes bfloat16 wrongly."""
-    found = distances(drawn(dtype, ranks), Tails(module._on_gpu, module._back_on_gpu))
-    assert max(found.values()) < limit, found
+    _check(distances(drawn(dtype, ranks), Tails(module._on_gpu, module._back_on_gpu)), dtype, limit)
 
 
 @pytest.mark.liger
