@@ -20,6 +20,7 @@ from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.model_class import model_class
 from meshlora_ground.names_in_file import names_to_write
 from meshlora_ground.topology import Topology
+from meshlora_judge.adapter_files.verdict import judge_folder
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
@@ -99,3 +100,20 @@ def test_factors_under_their_own_names_are_found(family: str, tmp_path: Path) ->
     save_file({key: torch.full(shape, 2.0) for key, shape in shapes.items()}, file)
     found = factors_of_file(load_file(file), as_named_in(file, adapter.targets), file)
     assert found.keys() == adapter.targets.keys()
+
+
+@for_each("family", RENAMED)
+def test_the_judge_finds_what_peft_would_lose_beside_its_base(family: str, tmp_path: Path) -> None:
+    """Under the names of the modules no key is a stranger, and yet PEFT loads others."""
+    options, module, _ = RENAMED[family]
+    adapter, model = _adapter(family, **options), _model(family)
+    model.config.save_pretrained(tmp_path / "base")
+    shapes = file_shapes({n: replace(target, in_file=("", "")) for n, target in adapter.targets.items()})
+    for name, of_file in (("written", file_shapes(adapter.targets)), ("own", shapes)):
+        adapter.stored.save_pretrained(tmp_path / name)
+        tensors = {key: torch.randn(shape) for key, shape in of_file.items()}
+        save_file(tensors, tmp_path / name / "adapter_model.safetensors")
+    assert judge_folder(tmp_path / "written", model=tmp_path / "base").is_sound
+    found = judge_folder(tmp_path / "own", model=tmp_path / "base").wrong
+    assert {"incomplete", "dropped"} & {finding.kind for finding in found}
+    assert any(module in name for finding in found for name in finding.names)
