@@ -217,6 +217,7 @@ def test_step_takes_what_the_host_or_the_gpu_takes_whichever_is_longer() -> None
     large, small = Work(0, 10 * 10**9), Work(0, 10**6)
     assert gpu.work_s({large: 1, small: 5}, is_half=True) == pytest.approx(10e-3 + 5e-6)
     assert gpu.work_s({large: 1, small: 20}, is_half=True) == pytest.approx(21e-3)
+    assert gpu.waits_s == gpu.wait_s > 0 == dataclasses.replace(gpu, device="cpu").waits_s
 
 
 def test_operators_of_equal_layers_are_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:

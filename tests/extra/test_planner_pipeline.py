@@ -110,7 +110,8 @@ def test_parts_of_a_step_are_those_of_the_busiest_rank_and_what_it_waits(vocab_s
     config = {"num_hidden_layers": 3, "vocab_size": vocab_size}
     problem = dataclasses.replace(
         problem_of("llama", 2, batch=6, micro_batch=1, recompute="full", config=config),
-        gpu=dataclasses.replace(GPUS["h100"], gpus_per_node=1, kernel_s=0.0),  # so small a model waits for the host
+        # So small a model has launches that take longer than its kernels.
+        gpu=dataclasses.replace(GPUS["h100"], gpus_per_node=1, kernel_s=0.0, wait_s=0.5),
     )
     found = _predicted(problem, "pp=2")
     small = problem.small.on(Topology(pp=2), has_stages=False).with_adapter(problem.lora)
@@ -134,6 +135,7 @@ def test_parts_of_a_step_are_those_of_the_busiest_rank_and_what_it_waits(vocab_s
     assert hop > gpu.message_s(stream, ranks=2, is_network=False)
     assert (sum(first) > sum(last)) == (vocab_size == 128)
     parts = dict(found.parts_s)
+    assert parts.pop("waiting for the host") == 0.5
     ends = parts.pop("update") + parts.pop("messages inside nodes") + parts.pop("messages between nodes")
     assert ends == pytest.approx(found.parts_s["update"] + found.traffic["network"].time_s)
     assert parts["recomputation"] == pytest.approx(6 * (again if vocab_size == 128 else seconds("layer 1")))

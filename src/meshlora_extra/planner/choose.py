@@ -454,6 +454,7 @@ def _prediction(
             "messages inside nodes": traffic["node"].time_s,
             "messages between nodes": traffic["network"].time_s,
             "waiting for other stages": _waits_s(topology, gpu, ranks, turns, micro_batches),
+            "waiting for the host": gpu.waits_s,
             "update": gpu.work_s(update, is_half=False),
         },
         gpu.usable_bytes,

@@ -41,6 +41,8 @@ class Hardware:
             memory_efficiency: share of it that is reached.
         kernel_s: of the host for an operator: Python, autograd, the launch. It runs ahead of the GPU, so a step takes
             its time or the GPU's, whichever is longer.
+        wait_s: of the GPU for its host in each step, besides: after the numbers of a step are read, the host begins the
+            next one behind. Not on CPUs.
         gpus_per_node, node_gb_s: the GPUs joined by the fast link, and its bandwidth. network_gb_s: bandwidth between
             nodes. link_efficiency: share of either that collectives reach.
         overlap_efficiency: share of kernels' time that a gather of weights can overlap with.
@@ -70,7 +72,8 @@ class Hardware:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     overlap_efficiency: float = 0.8
-    kernel_s: float = 55e-6
+    kernel_s: float = 50e-6
+    wait_s: float = 22e-3
     launch_s: float = 12e-6
     node_hop_s: float = 2e-6
     network_hop_s: float = 6e-6
@@ -90,6 +93,11 @@ class Hardware:
     def usable_bytes(self) -> int:
         """Memory available to tensors."""
         return int(self.memory_gb * 1e9 * self.usable_memory)
+
+    @property
+    def waits_s(self) -> float:
+        """`wait_s`; on CPUs 0."""
+        return 0.0 if self.device == "cpu" else self.wait_s
 
     def work_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
         """Time of consecutive kernels: what keeps the device busy, or the launches of them, whichever takes longer."""

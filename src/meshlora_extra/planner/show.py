@@ -106,6 +106,7 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
     shows = {
         "gathers of weights": prediction.topology.dp_shard,
         "waiting for other stages": prediction.topology.num_stages > 1,
+        "waiting for the host": problem.gpu.waits_s > 0,
     }
     for name, time_s in prediction.parts_s.items():
         if shows.get(name, True):
@@ -213,7 +214,8 @@ def assumptions(problem: Problem) -> str:
     return (
         f"times are estimates: {tflops:,.0f} TFLOP/s in {in_dtype} at "
         f"{gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
-        f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us of the host for an operator, links of "
+        f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us of the host for an operator and "
+        f"{gpu.waits_s * 1e3:g} ms more of it in a step, links of "
         f"{gpu.node_gb_s:g} GB/s in nodes of {gpu.gpus_per_node} and {gpu.network_gb_s:g} GB/s between them at "
         f"{gpu.link_efficiency:.0%}, nothing overlaps but gathers of weights (dp_shard), beside "
         f"{gpu.overlap_efficiency:.0%} of the kernels of the layer before ({gpu.source or 'given'}); "
