@@ -1,6 +1,6 @@
 """Saved activations, counted: what autograd keeps between forward and backward, meshlora against PEFT.
 
-    python benchmarks/activation_memory.py [--quick] [--json FILE] [--seq S] [--batch B]
+    python benchmarks/activation_memory.py [--quick] [--tiny] [--json FILE] [--seq S] [--batch B]
 
 Counted are the storages that autograd saves in the forward and the loss, each once however often it is saved, without
 those of parameters and buffers: no clock and no allocator is involved, so the numbers are the same on every machine.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from processes import Group, batch_of, be_quiet, open_groups
-from tp_vs_peft import MODEL, RANK, System, load, make_checkpoint
+from tp_vs_peft import MODEL, RANK, TINY, System, load, make_checkpoint
 
 REFERENCE = System("PEFT, 1 process", "peft")
 SYSTEMS = (
@@ -63,10 +63,10 @@ class SavedBytes:
         return sum(self.by_storage.values())
 
 
-def _count(system: System, folder: Path, batch_size: int, seq_len: int) -> int:
+def _count(system: System, folder: Path, batch_size: int, seq_len: int, vocab: int) -> int:
     """Of a training step's forward and loss, on this rank. Runs on the ranks."""
     candidate = load(system, folder)
-    batch = batch_of(batch_size, seq_len, MODEL["vocab_size"])
+    batch = batch_of(batch_size, seq_len, vocab)
     with SavedBytes(candidate.model) as saved:
         candidate.gradients(*batch)
     return saved.total
@@ -76,11 +76,11 @@ def _ready(_system: System) -> None:
     """The counting loads what it counts."""
 
 
-def count(groups: dict[str, Group], four: Path, two: Path, batch_size: int, seq_len: int) -> dict[str, dict[str, int]]:
-    """System -> bytes of a layer and of a step."""
+def count(groups: dict[str, Group], four: Path, two: Path, *sizes: int) -> dict[str, dict[str, int]]:
+    """System -> bytes of a layer and of a step. sizes: sequences, their tokens, the vocabulary."""
     found = {}
     for name, group in groups.items():
-        step, less = (group.call(_count, group.system, folder, batch_size, seq_len)[0] for folder in (four, two))
+        step, less = (group.call(_count, group.system, folder, *sizes)[0] for folder in (four, two))
         assert (step - less) % 2 == 0, (name, step, less)
         found[name] = {"layer": (step - less) // 2, "step": step}
     return found
@@ -88,12 +88,12 @@ def count(groups: dict[str, Group], four: Path, two: Path, batch_size: int, seq_
 
 def report(results: dict[str, Any]) -> str:
     """The Markdown page."""
-    reference = results["bytes"][REFERENCE.name]
+    reference, model = results["bytes"][REFERENCE.name], results["model"]
     lines = [
         "# Saved activations: meshlora against PEFT",
         "",
-        f"Llama, hidden {MODEL['hidden_size']}, intermediate {MODEL['intermediate_size']}, 4 layers,",
-        f"vocab {MODEL['vocab_size']}, LoRA r={RANK} on all seven linears, fp32,",
+        f"Llama, hidden {model['hidden_size']}, intermediate {model['intermediate_size']}, 4 layers,",
+        f"vocab {model['vocab_size']}, LoRA r={RANK} on all seven linears, fp32,",
         f"{results['batch_size']} × {results['seq_len']} tokens.",
         "Bytes that autograd saves, each storage once, without parameters.",
         "",
@@ -120,18 +120,20 @@ def main() -> None:
     parser.add_argument("--seq", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--batch", type=int, default=2, help="sequences")
     parser.add_argument("--quick", action="store_true", help="one process only")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model of one process: shows that all of it runs")
     parser.add_argument("--json", type=Path, help="write the numbers there, and the page beside it")
     options = parser.parse_args()
     be_quiet()
     with tempfile.TemporaryDirectory() as name:
-        four = make_checkpoint(Path(name) / "four")
-        two = make_checkpoint(Path(name) / "two", num_hidden_layers=2)
-        chosen = dict.fromkeys(systems(is_quick=options.quick), 1)
+        sizes = {**MODEL, **(TINY if options.tiny else {}), "num_hidden_layers": 4}
+        four = make_checkpoint(Path(name) / "four", **sizes)
+        two = make_checkpoint(Path(name) / "two", **{**sizes, "num_hidden_layers": 2})
+        chosen = dict.fromkeys(systems(is_quick=options.quick or options.tiny), 1)
         with open_groups(chosen, Path(name), _ready) as groups:
-            found = count(groups, four, two, options.batch, options.seq)
+            found = count(groups, four, two, options.batch, options.seq, sizes["vocab_size"])
     results = {
         "command": " ".join(["python", *sys.argv]),
-        "model": {**MODEL, "lora_rank": RANK, "dtype": "float32"},
+        "model": {**sizes, "lora_rank": RANK, "dtype": "float32"},
         "batch_size": options.batch,
         "seq_len": options.seq,
         "systems": [asdict(system) for system in chosen],

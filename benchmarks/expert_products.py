@@ -3,11 +3,12 @@
 Only the products, into buffers that are there already, one expert after the other; no autograd, no model. What a
 training step adds to the frozen base cannot be less as long as each product is a call of torch's matrix library.
 
-    python benchmarks/expert_products.py
+    python benchmarks/expert_products.py [--tiny]
 """
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from dataclasses import dataclass
@@ -74,8 +75,11 @@ def lora(found: list[Expert]) -> None:
 
 def main() -> None:
     """Print a line for each shape."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="few experts: shows that it runs")
+    shapes = ((4, 16),) if parser.parse_args().tiny else SHAPES
     torch.set_num_threads(1)
-    for number, tokens in SHAPES:
+    for number, tokens in shapes:
         found, times = experts(number, tokens), []
         for _ in range(12):
             started = time.perf_counter()
