@@ -172,8 +172,8 @@ def _of_replays(shape: Shape) -> list[str]:
     if (why := refused_in_a_record(experts=shape.has_experts)) is not None:
         return [f"`train.cuda_graphs` is refused here: {why}."]
     said = [
-        "With `train.cuda_graphs` forward and backward are one launch, the update's operators one each; no replay has "
-        "been timed on a GPU yet."
+        "With `train.cuda_graphs` forward and backward are one launch, the update's operators one each. No replay has "
+        "been timed on a GPU yet, and the gaps between its kernels are taken as none."
     ]
     refused = {why: None for name in OURS if (why := refused_in_a_record(**_asked(name))) is not None}
     return said + [f"What it would be where it is refused so far: {why}." for why in refused]
