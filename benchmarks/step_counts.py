@@ -28,7 +28,7 @@ from meshlora.comm.groups import Mesh, simulated_job
 from meshlora.layers import head_loss as vocabulary
 from meshlora.layers.row_lengths import rows_of
 from meshlora.loading.blueprint import Blueprint, make_blueprint
-from meshlora.model.padding import needs_mask
+from meshlora.model.padding import is_causal
 from meshlora.model.regions import tensors_in
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.step_sums import StepSums
@@ -108,8 +108,10 @@ class Counted:
         if part == "update":
             return list(self.operators[part])
         lists = [key for key in self.operators[part] if key[0].startswith("_foreach_")]
-        if part == REPLAY:  # the gradients of all factors too: joined, and added to those of the step
-            lists += [key for key in self.operators[part] if key[0] in ("cat", "add_")]
+        if part == REPLAY:  # the gradients of all factors too: joined, and as many added to those of the step
+            joined = [key for key in self.operators[part] if key[0] == "cat"]
+            added = {3 * key[1].num_bytes // 2 for key in joined}  # two read and one written, for one and one
+            lists += [*joined, *(k for k in self.operators[part] if k[0] == "add_" and k[1].num_bytes in added)]
         return [key for key in lists if key not in other.operators[part]]
 
     def plus(self, other: Counted, times: int) -> Counted:
@@ -238,7 +240,7 @@ def _assembled(blueprint: Blueprint, mesh: Mesh, fake_run: FakeRun, kernels: str
 
         note_logits(model, chunk_kernels())  # of the head, which is split only now
     keep_apart(model)  # as the trainer does, which knows on the host where sequences begin
-    model.meshlora.masks_padding = needs_mask(blueprint.model, blueprint.plan)  # as loading does
+    model.meshlora.is_causal = is_causal(blueprint.model, blueprint.plan)  # as loading does
     return model
 
 

@@ -74,6 +74,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "lora-fa": {"train__optimizer": "lora_fa"},
     "lora-plus": {"train__lora_plus_ratio": 4.0},
     "label-smoothing": {"train__objective": {"kind": "sft", "label_smoothing": 0.1}},
+    "float8": {"model__compute": "fp8", "lora__lora_dropout": 0.25, "train__batch_size": 4},
+    "float8-backward": {"model__compute": "fp8_backward", "data__max_length": 48},
     "recomputed": {"train__recompute": 2, "train__batch_size": 4},
     "recomputed-but-attention": {"train__recompute": "keep_attention", "train__batch_size": 4},
 }

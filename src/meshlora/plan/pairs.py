@@ -164,7 +164,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.GRAPHS, {F.NOISE, F.FLOAT16})("its numbers are those of the host, which change with each step", _EAGER),
     _refused(
         F.GRAPHS,
-        {F.COMPARED, F.DISTILLED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPUTE, F.COMPOSITE, F.ENCODER}
+        {F.COMPARED, F.DISTILLED, F.WEIGHTED_TOKENS, F.ADAPTERS, F.QUANTIZED, F.COMPOSITE, F.ENCODER}
         | {F.TASK, F.IMAGES, F.OTHER_ATTENTION, F.FOLLOWED, F.RL, F.INVOKED, F.ROWS}
         | {F.ON_EMBEDDING, F.ON_POSITIONS, F.ON_HEAD, F.COPIES, F.PIECES, F.EVA},
     )("it is not proved in a record", _EAGER),

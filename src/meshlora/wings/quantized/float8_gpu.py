@@ -100,14 +100,15 @@ def check_once(
 
     found, given: `[T, out]`, `[T, in]`. definition: the product of some rows of `given`, `[t, out]`.
 
-    Shapes whose numbers of tokens have as many bits are one: batches of any length would each be compared.
+    Shapes whose numbers of tokens have as many bits are one: batches of any length would each be compared. Inside a
+    record nothing can be read: its first replay is compared as a whole.
 
     Raises:
         UnsupportedError: it is further off than rounding is.
     """
     tokens = len(found)
     key = direction, tokens.bit_length(), found.shape[1], given.shape[1], bias is None, found.device
-    if not found.is_cuda or not tokens or key in _checked:
+    if not found.is_cuda or not tokens or key in _checked or torch.cuda.is_current_stream_capturing():
         return
     step = -(-tokens // _CHECKED_TOKENS)
     wanted = definition(given[::step])
