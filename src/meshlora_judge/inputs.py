@@ -28,18 +28,21 @@ from meshlora_judge.pieces import mask_of, pieces_of
 
 
 def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
-    """A checkpoint with random weights; norms are moved off 1, biases and buffers off 0, which would hide faults."""
+    """A checkpoint with random weights; norms are moved off 1, biases and buffers off 0, which would hide faults.
+
+    Zeros beside other numbers in a buffer are what it leaves out, as the later tokens in decays of minimax: they stay.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager")
         with torch.no_grad():
             stored = model.state_dict().keys()
-            tensors = [*model.parameters()]
-            for name, buffer in model.named_buffers():
-                if name in stored and buffer.is_floating_point():
-                    tensors.append(buffer)
-            for tensor in tensors:
+            buffers = [own for name, own in model.named_buffers() if name in stored and own.is_floating_point()]
+            left_out = {own: own == 0 for own in buffers if own.any()}
+            for tensor in (*model.parameters(), *buffers):
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
+                if tensor in left_out:
+                    tensor[left_out[tensor]] = 0
                 tensor.data = tensor.to(dtype)  # not all of the model: complex numbers of Llama 4 would become real
             _fill_tables(model)
     model.save_pretrained(folder)
