@@ -42,6 +42,7 @@ from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.wings.kernels.known_code import decorated_as, digest
 from meshlora.wings.kernels.tails import MOST_RANK, frozen_product, plain_adapter
 from meshlora_ground.compat.torch_tensors import tensor_without_storage
+from meshlora_ground.errors import UnsupportedError
 
 # `digest` of `LlamaDecoderLayer.forward` of transformers 5.23, which is that of 66 classes more.
 _LAYER = "015580e5443c6d2a"
@@ -146,7 +147,8 @@ class Unfinished(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} reads a linear's output that `model.kernels: fused` computes with the sum after it")
+        rule = f"model.kernels: fused computes it with the sum after it, and {func} reads it"
+        raise UnsupportedError("a linear's output", rule, "use model.kernels: liger")
 
 
 @contextmanager
