@@ -124,13 +124,7 @@ def first_day(given: str | None, *, output: str, policy: str | None, resume: str
 
 
 def prepare(
-    config: RunConfig,
-    data: RunData,
-    *,
-    world: int | None,
-    resume: str | None,
-    despite: Collection[str],
-    adapters: int = 1,
+    config: RunConfig, data: RunData, *, world: int | None, resume: str | None, despite: Collection[str], adapters: int
 ) -> Prepared:
     """Check a run against its model, its data and the content of its output folder.
 
