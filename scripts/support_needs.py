@@ -40,8 +40,8 @@ _NEEDS = (
     (r"several models", "the user: the part that is a language model, as a checkpoint of its own"),
     (r"conversion on load", "that conversion read in model/stored.py"),
     (r"PEFT renames its factors", "PEFT: a name that it takes for that of the module"),
-    (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|itself ends in an error",
-     "transformers: it differs from itself there"),
+    (r"under (names|a name) that (it does not load|its decoder)|overflows on it in float64|lacks vision_start|"
+     "itself ends in an error", "transformers: it differs from itself there"),
     (r"zeroes the padding", "transformers: it differs from itself there"),
     (r"embedding or its output head", "an embedding of that form, split by its rows"),
     (r"has no twin|no twin of it|cannot be shrunk", "tiny sizes that fit together: a line in meshlora_judge/twin.py"),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
-from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.errors import MeshloraError, UnsupportedError
 from meshlora_ground.float64 import lift
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
@@ -62,7 +62,12 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
         assert twin is not None  # of a whole model it is refused
         write_twin(twin, root / TEACHER, dtype=getattr(torch, case.dtype), seed=case.seed + 2)
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
-    trace = trace_case(here, precision="float64")
+    try:
+        trace = trace_case(here, precision="float64")
+    except Exception as error:
+        if not isinstance(error, MeshloraError):
+            reference.check_forward(here.base, _case_batches(here, 0)[0], error)
+        raise
     if case.eva is not None:
         trace.eva, trace.eva_scalings = eva_start(here, _case_model(here, here.adapter, "float64").unload())
     trace.save(root / "reference.safetensors")
