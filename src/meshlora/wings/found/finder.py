@@ -132,6 +132,7 @@ class _Layer:
         self.rows = roles_of(self.seen) if self.seen.calls else {}
         self.reasons = dict[str, str]()  # block -> why it is none
         self.columns = set(itertools.chain.from_iterable(self.rows.values()))
+        self.holders = {own for path in apart for own in itertools.accumulate(path.split("."), "{}.{}".format)}
 
     def find(self) -> Found:
         """What is found in it."""
@@ -155,19 +156,16 @@ class _Layer:
     def _block(self, path: str) -> str:
         """The child of the layer, or of an opened block or one with experts, that `path` is in."""
         for block in itertools.accumulate(path.split("."), "{}.{}".format):
-            if block not in self.found.plan.opened and not self._has_experts(block):
+            if block not in self.found.plan.opened and block not in self.holders:
                 return block
         return path
-
-    def _has_experts(self, block: str) -> bool:
-        return any(is_in(expert, block) for expert in self.apart)
 
     def _walk(self, parent: str, module: nn.Module) -> None:
         for name, child in module.named_children():
             path = f"{parent}.{name}".removeprefix(".")
             if path in self.apart or not any(is_in(leaf, path) for leaf in {*self.rows, *self.columns}):
                 continue
-            if self._has_experts(path):
+            if path in self.holders:
                 self._walk(path, child)
             elif why := self._try_block(path, child):
                 self._walk(path, child)
@@ -193,12 +191,10 @@ class _Layer:
                 return "the inputs of its row linear are not heads of one size"
             layouts[row] = layout
         own = {row: tuple(name for name in reads if name in columns) for row, reads in rows.items()}
-        norms = self._wide_norms(path, block, columns)
         leaves = self._leaves(self.seen, own, layouts, heads)
-        if norms and isinstance(leaves, str):
+        norms = self._wide_norms(path, block, columns) if isinstance(leaves, str) else ()
+        if norms:
             leaves = self._leaves(self._seen_without(norms), own, layouts, heads)
-        else:
-            norms = ()
         if isinstance(leaves, str):
             return leaves
         inner = [name.removeprefix(path).removeprefix(".") for name in columns]
@@ -281,9 +277,8 @@ class _Layer:
                 passes={path: passes} if passes else {},
             )
             self.found.add(plan)
-            self.found.units[path] = "features"
-            if heads is not None:
-                self.found.units[path] = f"{heads.query} heads, {heads.kv} of keys and values"
+            of_heads = "features" if heads is None else f"{heads.query} heads, {heads.kv} of keys and values"
+            self.found.units[path] = of_heads
             return ""
         return f"the parts of {path} do not sum up to it"
 
@@ -312,15 +307,12 @@ class _Layer:
         apart = {name: dim for name, dim in split.items() if "norm" not in name}
         if len(dims) > 1 and 0 < len(apart) < len(split):
             dims.insert(1, apart)
-        slices = [dict[str, int | str](), self._with_heads(proposal, block)]
-        if not slices[1]:
-            slices.pop()
+        with_heads = self._with_heads(proposal, block)
+        slices = [dict[str, int | str](), with_heads] if with_heads else [with_heads]
         names = self._attributes(proposal, block)
         for number in range(min(3, len(names)) + 1):
             for chosen in itertools.combinations(names, number):
-                local: dict[str, tuple[str, ...]] = {}
-                for path, name in chosen:
-                    local[path] = (*local.get(path, ()), name)
+                local = {path: tuple(name for own, name in chosen if own == path) for path, _ in chosen}
                 for sliced, own in itertools.product(slices, dims):
                     yield local, sliced, own
 
@@ -336,9 +328,8 @@ class _Layer:
             if not any(leaf.rpartition(".")[0] == path for leaf in proposal.leaves):
                 continue
             known = local_attributes(module, proposal.heads, (), tp=2)
-            for name, value in vars(module).items():
-                if type(value) is int and value in numbers and name not in known:
-                    found.append((path, name))
+            own = {name for name, value in vars(module).items() if type(value) is int and value in numbers}
+            found += [(path, name) for name in vars(module) if name in own - known.keys()]
             config = getattr(module, "config", None)
             counts = ("num_attention_heads", "num_key_value_heads")
             found += [(path, f"config.{name}") for name in counts if getattr(config, name, None) in numbers]

@@ -145,12 +145,10 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
     handles += [layer.get_submodule(path).register_forward_hook(cut(path)) for path in linears]
     handles += [m.register_forward_hook(note(path), with_kwargs=True) for path, m in layer.named_modules()]
     ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
-    inputs = {"input_ids": ids}
-    if model.config.is_encoder_decoder:
-        inputs["decoder_input_ids"] = ids[:, _TOKENS // 2 :]
+    more = {"decoder_input_ids": ids[:, _TOKENS // 2 :]} if model.config.is_encoder_decoder else {}
     try:
         with torch.enable_grad():
-            model(**inputs)
+            model(input_ids=ids, **more)
     finally:
         for handle in handles:
             handle.remove()
@@ -178,9 +176,7 @@ def gradients(of: Tensor, to: list[Tensor], *, features: Tensor | None = None) -
         return [None] * len(to)
     weights = torch.randn(of.shape, generator=torch.Generator().manual_seed(2), dtype=of.dtype)
     if features is not None:
-        chosen = torch.zeros(of.shape[-1], dtype=of.dtype)
-        chosen[features] = 1.0
-        weights = weights * chosen
+        weights = weights * torch.zeros(of.shape[-1], dtype=of.dtype).index_fill(0, features, 1.0)
     return list(torch.autograd.grad((of * weights).sum(), to, allow_unused=True, retain_graph=True))
 
 
