@@ -71,7 +71,7 @@ def stand_in() -> None:
     """Let this process take the stand-in for liger-kernel. Called on ranks of a pool, too."""
     from meshlora.wings.kernels import kernels
 
-    kernels.liger = lambda: STAND_IN  # type: ignore[attr-defined]
+    kernels.liger = lambda _: STAND_IN  # type: ignore[attr-defined]
 
 
 def real_kernels() -> None:
@@ -82,4 +82,4 @@ def real_kernels() -> None:
     from tests.interpreted import interpreted
 
     found = interpreted(pytest.MonkeyPatch())
-    kernels.liger = lambda: found  # type: ignore[attr-defined]
+    kernels.liger = lambda _: found  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
+import meshlora.loading.blueprint
 import meshlora.model.weights
 import meshlora.run.launch
 import meshlora.run.run
@@ -90,6 +91,14 @@ def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(meshlora.run.launch, "launch", too_late)
     monkeypatch.setattr(meshlora.run.run, "train", too_late)
+    read, has_own_head = meshlora.model.weights.read_slice, meshlora.model.weights.has_own_head
+
+    def own_head(folder: Path) -> bool:  # to know which model it is
+        with monkeypatch.context() as while_it_compares:
+            while_it_compares.setattr(meshlora.model.weights, "read_slice", read)
+            return has_own_head(folder)
+
+    monkeypatch.setattr(meshlora.loading.blueprint, "has_own_head", own_head)
     monkeypatch.setattr(meshlora.model.weights, "read_slice", too_late)
 
 

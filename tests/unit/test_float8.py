@@ -246,6 +246,8 @@ class _OnGpu(Tensor):
 def test_a_product_of_a_gpu_is_compared_once_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8_gpu, "_checked", set())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    recording = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: recording[0])
     compared = []
 
     def compare(tokens: int, width: int, by: float = 1.0, start: float = 1.0) -> None:
@@ -260,6 +262,9 @@ def test_a_product_of_a_gpu_is_compared_once_for_each_shape(monkeypatch: pytest.
 
     for tokens in (700, 701, 1023, 0, 5):  # batches have any length
         compare(tokens, 16)
+    recording[0] = True
+    compare(700, 32)  # nothing can be read inside a record
+    recording[0] = False
     compare(700, 32)  # of a matrix of the same height
     assert compared == [(350, 16), (5, 16), (350, 32)]
     compare(100, 16, start=float("inf"))  # says nothing of the product

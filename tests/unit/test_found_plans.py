@@ -120,6 +120,7 @@ def test_a_norm_beside_the_layers_is_where_it_runs(
 
 @pytest.mark.long
 def test_found_plans_of_all_proved_families_are_those_of_their_tables(hidden: Callable[[Any], ModelPlan]) -> None:
+    use_twins(lambda config: shrink_config(config, tp=2))  # as a run does: unlimited_ocr's twin is a large model
     different, more = dict[str, list[str]](), dict[str, list[str]]()
     for family in sorted(PROVED - set(FORMS)):
         model = _model(family)

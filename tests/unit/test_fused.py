@@ -131,7 +131,7 @@ def test_where_low_rank_terms_are_fused_is_said(lora: dict[str, Any], gates: str
         ("llama", "", 1, "with 3 of 4 linears, not in those before a layer that is computed again"),
         ("llama", "", 2, "with 4 of 4 linears"),
         ("llama", "tp=2", 0, "with 0 of 4 linears, not in those over tp"),
-        ("llama", "dp=2,dp_shard", 0, "with 0 of 4 linears, not in those over dp_shard"),
+        ("llama", "dp=2,dp_shard", 0, "with 0 of 4 linears, not in those with dp_shard"),
         ("llama", "dp=2", 0, "with 4 of 4 linears"),
         ("qwen3", "", 0, "with 4 of 4 linears"),
         ("qwen3_moe", "", 0, "with 3 of 3 linears"),  # two o_proj, and down_proj of the dense layer

@@ -69,8 +69,7 @@ def _tails_in_words(blueprint: Blueprint, every: int) -> str:
             why = why or "before a layer that is computed again"
         of_sums[path] = why
     if topology.tp > 1 or topology.dp_shard:
-        axis = "tp" if topology.tp > 1 else "dp_shard"
-        of_sums = dict.fromkeys(sums, f"over {axis}")
+        of_sums = dict.fromkeys(sums, "over tp" if topology.tp > 1 else "with dp_shard")
     said = f"low-rank terms in {_counted(others)} gated MLPs{_why(others)}"
     if not sums:
         return f"{said}; sums of the residual stream apart, as no code of these layers is known"

@@ -187,4 +187,4 @@ def _codes(exact: Tensor, exponents: Tensor, form: Form) -> Tensor:
 @functools.cache
 def _blocks_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """The number of the block that each row, or column, is in. Kept: inside a record the host writes nothing."""
-    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)).to(device)
+    return torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))
