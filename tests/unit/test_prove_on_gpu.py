@@ -138,15 +138,15 @@ def test_a_timed_step_has_the_machine_for_itself_and_is_the_last(tmp_path: Path)
 
 
 def test_a_step_that_finds_no_time_is_a_fault_and_says_so(tmp_path: Path) -> None:
-    line = _run(tmp_path, {"late": _part(_step(""))}, total_s=script.LEAST_S - 1)["late"]
+    line = _run(tmp_path, {"late": _part(_step(""))}, total_s=script.gpu_campaign.LEAST_S - 1)["late"]
     assert (line.status, line.is_fault, line.found) == ("not run", True, "no time left of 9 s")
     timed = _run(tmp_path, {"late": _part(_step(""), limit_s=60, is_timed=True)}, total_s=29)["late"]
     assert timed.found == "no time left of 29 s", "a benchmark that would be ended before its first number"
 
 
 def test_limits_fit_into_eight_minutes() -> None:
-    assert script.TOTAL_S <= 480
-    assert all(part.limit_s < script.TOTAL_S / 2 for part in script.PARTS.values())
+    assert script.gpu_campaign.TOTAL_S <= 480
+    assert all(part.limit_s < script.gpu_campaign.TOTAL_S / 2 for part in script.PARTS.values())
 
 
 @pytest.mark.parametrize("is_tiny", [True, False])

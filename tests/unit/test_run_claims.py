@@ -21,6 +21,7 @@ SCRIPTS = ROOT / "scripts"
 ELSEWHERE = {
     "describe_house.py": "Makefile",
     "floor.py": "Makefile",
+    "gpu_campaign.py": "scripts/prove_on_gpu.py",
     "gpu_results.py": "scripts/prove_on_gpu.py",
     "proof_slice.py": "Makefile",
     "run_claims.py": "Makefile",
