@@ -215,6 +215,7 @@ def test_a_transposed_view_of_the_inputs_before_is_another_input() -> None:
         (torch.bfloat16, (9, 0), 32, ""),
         (torch.float32, (9, 0), 32, "its products are bfloat16; use model.dtype: bfloat16"),
         (torch.bfloat16, (8, 6), 32, "a card, capability 8.6: tensor cores take float8 from 8.9 on"),
+        (torch.bfloat16, (9, 4), 32, "model.compute on a card, of ROCm: its e4m3 may have another range"),
         (torch.bfloat16, (9, 0), 24, "linear, [32, 24] on each rank: a GPU's kernel takes multiples of 16"),
     ],
 )
@@ -223,6 +224,7 @@ def test_a_gpu_without_such_products_is_refused(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.version, "hip", "7.0" if "ROCm" in refused else None)
     model, leaf = torch.nn.Module(), FrozenMatrix()
     leaf.hold(pack_float8(torch.randn(32, width), "float8"))
     model.linear = leaf

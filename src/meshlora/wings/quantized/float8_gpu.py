@@ -48,9 +48,12 @@ def check_gpu_of(
     """
     if plan.compute is None or device.type != "cuda":
         return
-    capability = torch.cuda.get_device_capability(device)
+    card, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if torch.version.hip is not None:  # whose numbers would not tell: an MI300 calls itself 9.4
+        rule = "its e4m3 may have another range than that of CUDA's cards, and was compared with none"
+        raise UnsupportedError(f"model.compute on {card}, of ROCm", rule, "leave it out")
     if capability < _CAPABILITY:
-        given = f"model.compute on {torch.cuda.get_device_name(device)}, capability {'.'.join(map(str, capability))}"
+        given = f"model.compute on {card}, capability {'.'.join(map(str, capability))}"
         raise UnsupportedError(given, "tensor cores take float8 from 8.9 on", "leave it out")
     if dtype != torch.bfloat16:
         raise UnsupportedError(
