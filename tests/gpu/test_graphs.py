@@ -38,11 +38,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [("float32", 1e-4), ("bfloat16", 3e-2), ("float8", 3e-2)])
+MODELS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "float8": {"dtype": "bfloat16", "compute": "fp8"},
+    "fused": {"dtype": "bfloat16", "kernels": "fused"},
+    "fused, float8": {"dtype": "bfloat16", "kernels": "fused", "compute": "fp8"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.liger) if "fused" in name else name for name in MODELS]
+)
 @pytest.mark.parametrize("packing", [False, "auto", True])
-def test_replayed_steps_are_the_eager_ones(
-    dtype: str, limit: float, packing: Any, tmp_path: Path, counted: list[int]
-) -> None:
+def test_replayed_steps_are_the_eager_ones(name: str, packing: Any, tmp_path: Path, counted: list[int]) -> None:
     """The first replay of each record has compared all gradients. Joined rows have a kernel for records in bfloat16
     alone: in float32 `auto` runs on without."""
     copy_lines("train", tmp_path / "train.jsonl", 0, 19)
@@ -51,7 +60,7 @@ def test_replayed_steps_are_the_eager_ones(
         options = {"steps": 12, "batch_size": 7, "micro_batch_size": 2, "cuda_graphs": wanted}
         file = write_run_file(
             tmp_path / f"{wanted}.yaml",
-            model={"dtype": "bfloat16", "compute": "fp8"} if dtype == "float8" else {"dtype": dtype},
+            model=MODELS[name],
             data={"packing": packing},
             train=options,
             topology="",
@@ -59,9 +68,9 @@ def test_replayed_steps_are_the_eager_ones(
         )
         _train(file, 1)
         losses[wanted] = read_losses(tmp_path / wanted / "metrics.jsonl")
-    assert largest_loss_gap(losses["auto"], losses["off"]) < limit
+    assert largest_loss_gap(losses["auto"], losses["off"]) < (1e-4 if name == "float32" else 3e-2)
     records, replays = counted
-    if dtype != "float32" or packing is False:
+    if name != "float32" or packing is False:
         assert records
         assert replays > records
 
