@@ -64,8 +64,12 @@ from gpu_shapes import (
 )
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.layers.frozen import unpacked
+from meshlora.layers.tokens import Share
 from meshlora.loading import load as api
+from meshlora.run.graphs.graphs import Graphs
+from meshlora.run.graphs.recorder import recorder
 from meshlora.run.recompute import recompute_layers
+from meshlora.train.batch import Batch
 from meshlora.train.gradsync import finish_gradients_on_device
 from meshlora.train.losses import language_model_losses
 from meshlora.wings.packed_rows.by_sequence import keep_apart
@@ -94,6 +98,7 @@ class System:
         kind: "meshlora", "peft", "compile", "liger" or "qlora". factors_dtype: of LoRA's factors.
         kernels, quantization, compute: as in `meshlora.load`; a peer's quantization is that which it is compared with.
         recompute: of shapes whose layers compute their activations twice.
+        is_recorded: forward and backward are replayed as a CUDA graph, from the second step on an input on.
     """
 
     name: str
@@ -103,6 +108,7 @@ class System:
     quantization: str | None = None
     compute: str | None = None
     recompute: str = "full"
+    is_recorded: bool = False
 
     @property
     def is_ours(self) -> bool:
@@ -115,6 +121,12 @@ PEER = System("PEFT + SDPA", "peft")
 PEER_LIGER = System("PEFT + liger-kernel", "liger")
 FLOAT8 = System("meshlora + liger, fp8", "meshlora", kernels="liger", compute="fp8")
 KEPT = System("meshlora + liger, keep_attention", "meshlora", kernels="liger", recompute="keep_attention")
+OFFLOADED = System("meshlora + liger, offload", "meshlora", kernels="liger", recompute="offload")
+FUSED = System("meshlora + fused", "meshlora", kernels="fused")
+RECORDED = System("meshlora + fused, recorded", "meshlora", kernels="fused", is_recorded=True)
+RECORDED_FLOAT8 = System(
+    "meshlora + fused, fp8, recorded", "meshlora", kernels="fused", compute="fp8", is_recorded=True
+)
 SYSTEMS = (
     OURS,
     OURS_LIGER,
@@ -128,7 +140,13 @@ OF_FLOAT8 = (
     System("meshlora + liger, fp8_backward", "meshlora", kernels="liger", compute="fp8_backward"),
     System("meshlora, fp8 products", "meshlora", compute="fp8"),
 )
-OF_RECOMPUTE = (KEPT, System("meshlora, keep_attention", "meshlora", recompute="keep_attention"))
+OF_RECOMPUTE = (
+    KEPT,
+    OFFLOADED,
+    System("meshlora, keep_attention", "meshlora", recompute="keep_attention"),
+    System("meshlora, offload", "meshlora", recompute="offload"),
+)
+OF_RECORDS = (FUSED, RECORDED, RECORDED_FLOAT8, System("meshlora, recorded", "meshlora", is_recorded=True))
 QUANTIZED = (
     OURS,
     PEER,
@@ -143,10 +161,12 @@ def systems_of(shape: Shape) -> tuple[System, ...]:
     """Those that are measured on `shape`: ours first."""
     if shape.is_quantized:
         return QUANTIZED
-    if shape.has_experts:  # which keep their products
-        return SYSTEMS
     ours, peers = SYSTEMS[:2], SYSTEMS[2:]
-    return (*ours, *OF_FLOAT8, *(OF_RECOMPUTE if shape.recompute else ()), *peers)
+    if shape.has_experts:  # which keep their products
+        return (*ours, *(system for system in OF_RECORDS if system.compute is None), *peers)
+    if shape.recompute:
+        return (*ours, *OF_FLOAT8, *OF_RECOMPUTE, *peers)
+    return (*ours, *OF_FLOAT8, *OF_RECORDS, *peers)
 
 
 # --- the systems ----------------------------------------------------------------------------------------------------
@@ -203,11 +223,58 @@ class Meshlora(Candidate):
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, inputs: Inputs) -> Tensor:
-        batch, mesh = inputs.ours, runtime(self.model).mesh
-        (loss,) = language_model_losses(self.model, batch, [("default", batch)], label_smoothing=0.0)
+        loss = self.summed_gradients(inputs.ours)
+        totals = finish_gradients_on_device(
+            runtime(self.model).mesh, [active_factors(self.model)], [inputs.num_trained]
+        )
+        return loss / totals[0]
+
+    def summed_gradients(self, batch: Batch) -> Tensor:
+        """Leave the gradient of the summed loss on the factors; returns that loss."""
+        loss = self.summed(batch)
         loss.backward()
-        totals = finish_gradients_on_device(mesh, [active_factors(self.model)], [inputs.num_trained])
-        return loss.detach() / totals[0]
+        return loss.detach()
+
+    def summed(self, batch: Batch) -> Tensor:
+        """The loss, as a sum over trained tokens."""
+        (loss,) = language_model_losses(self.model, batch, [("default", batch)], label_smoothing=0.0)
+        return loss
+
+
+class Recorded(Meshlora):
+    """The same with `train.cuda_graphs`: the second step on an input records it, and the first replay is compared."""
+
+    def __init__(self, system: System, model: Any, dtype: torch.dtype) -> None:
+        super().__init__(system, model, dtype)
+        self.graphs = Graphs(
+            model,
+            active_factors(model),
+            recorder() or Again(),
+            label_smoothing=0.0,
+            masks=lambda _: contextlib.nullcontext(),
+            share=lambda batch: Share(None, batch.tokens),
+            eager=self.summed,
+            say=self._refuse,
+        )
+
+    def summed_gradients(self, batch: Batch) -> Tensor:
+        self.graphs.begin()
+        takes = self.graphs.takes(batch)
+        loss = self.graphs.run(batch) if takes else super().summed_gradients(batch)
+        self.graphs.end()
+        return loss
+
+    def _refuse(self, why: str) -> None:
+        """It would go on without records, under a name that says otherwise."""
+        raise UserError(self.system.name, why.rpartition("from now on: ")[2], "leave it out")
+
+
+class Again:
+    """In the place of a record on a CPU, which has none: what was to be recorded runs again."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
 
 
 class Liger(Candidate):
@@ -262,7 +329,8 @@ class NotHere(RuntimeError):
 class Bench:
     """One shape on one machine: the shared base, and the systems on it.
 
-    kept: bytes by address of what a system holds between its turns. left_out: reasons by system.
+    kept: bytes by address of what a system holds between its turns. recorded: bytes of the memory of its records, which
+    is none that is taken while they are replayed. left_out: reasons by system.
     """
 
     shape: Shape
@@ -273,6 +341,7 @@ class Bench:
     base: Any = None
     candidates: dict[str, Candidate] = field(default_factory=dict)
     kept: dict[str, dict[int, int]] = field(default_factory=dict)
+    recorded: dict[str, int] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def build(self, systems: tuple[System, ...]) -> None:
@@ -333,7 +402,7 @@ class Bench:
             copied = [name for name, p in model.named_parameters() if not p.requires_grad and _address(p) not in shared]
             assert own_base, "no frozen base"
             assert not copied, copied
-        return Meshlora(system, model, self.dtype)
+        return (Recorded if system.is_recorded else Meshlora)(system, model, self.dtype)
 
     def _make_qlora(self, system: System) -> Candidate:
         """As in PEFT's guide: read by transformers in 4 bits, prepared, then the adapter."""
@@ -501,15 +570,19 @@ class Bench:
             self._attempt(candidate.system, self._warm_up, candidate, batches)
 
     def _warm_up(self, candidate: Candidate, batches: list[Inputs]) -> None:
+        before = self.machine.recorded_bytes()
         for inputs in batches:
             for _ in range(min(2, self.shape.steps)):
                 candidate.step(inputs)
+        self.recorded[candidate.system.name] = self.machine.recorded_bytes() - before
         assert candidate.optimizer is not None
         candidate.optimizer.zero_grad(set_to_none=True)
         held = [*candidate.model.parameters(), *candidate.model.buffers()]
         states = [state for p in held if (state := getattr(p, "quant_state", None)) is not None]  # of bitsandbytes
         held += [state.absmax for state in states]
         held += [t for state in candidate.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        if isinstance(candidate, Recorded):
+            held += [t for t in vars(candidate.graphs).values() if isinstance(t, Tensor)]
         self.kept[candidate.system.name] = _storages(held)
 
     def measure(self, batches: list[Inputs], turns: Iterable[int]) -> dict[str, dict[str, list[dict[str, float]]]]:
@@ -525,7 +598,8 @@ class Bench:
         return {given: {name: by[name] for name in self.candidates} for given, by in found.items()}
 
     def _turn(self, candidate: Candidate, inputs: Inputs) -> dict[str, float]:
-        candidate.step(inputs)
+        if self.shape.steps > 1:  # of a long row the one of the warm-up is enough
+            candidate.step(inputs)
         self.machine.synchronize()
         self.machine.begin_peak()
         seconds = []
@@ -539,7 +613,8 @@ class Bench:
         candidate.optimizer.zero_grad(set_to_none=True)  # no system's gradients lie there in the turn of another
         own = self.kept[candidate.system.name]
         others = {at: size for held in self.kept.values() for at, size in held.items() if at not in own}
-        return {"step_time_s": statistics.median(seconds), "peak_bytes": peak - sum(others.values())}
+        peak += self.recorded[candidate.system.name] - sum(others.values())
+        return {"step_time_s": statistics.median(seconds), "peak_bytes": peak}
 
     def kernels(self, inputs: Inputs) -> dict[str, Any]:
         """`gpu_kernels.Step` of each system, as plain values."""
@@ -700,10 +775,11 @@ def _pairs(shape: Shape, ran: Iterable[str]) -> list[tuple[System, System]]:
 def _targets(shape: Shape, ours: System, peer: System, *, is_packed: bool) -> tuple[float | None, float | None]:
     """Of speed and of memory."""
     if is_packed:
-        return (shape.target_packed if (ours, peer) == (OURS_LIGER, PEER_LIGER) else None), None
-    if (ours, peer) == (OURS, PEER):
+        return (shape.target_packed if ours in (OURS_LIGER, RECORDED) and peer == PEER_LIGER else None), None
+    if ours in (OURS, RECORDED) and peer == PEER:
         return shape.target_speed, shape.target_memory
     of_liger = {OURS_LIGER: shape.target_liger, FLOAT8: shape.target_float8, KEPT: shape.target_kept}
+    of_liger |= {RECORDED: shape.target_liger, RECORDED_FLOAT8: shape.target_float8, OFFLOADED: shape.target_kept}
     return (of_liger.get(ours) if peer == PEER_LIGER else None), None
 
 
@@ -796,7 +872,7 @@ def measure(options: argparse.Namespace) -> Findings:
 
 
 def main() -> int:
-    every = dict.fromkeys(system.name for system in (*SYSTEMS, *OF_FLOAT8, *OF_RECOMPUTE, *QUANTIZED))
+    every = dict.fromkeys(system.name for system in (*SYSTEMS, *OF_FLOAT8, *OF_RECOMPUTE, *OF_RECORDS, *QUANTIZED))
     made = parser(__doc__)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for --tiny")
     made.add_argument("--dry-run", action="store_true", help="print the plan, then run all of it tiny on the CPU")

@@ -40,6 +40,13 @@ class Machine:
         """The most since `begin_peak`."""
         return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else memory_bytes("VmHWM")
 
+    def recorded_bytes(self) -> int:
+        """Memory of the records of CUDA graphs, which is theirs for as long as they live."""
+        if not self.is_gpu:
+            return 0
+        segments = torch.cuda.memory_snapshot()
+        return sum(one["total_size"] - one["allocated_size"] for one in segments if any(one["segment_pool_id"]))
+
     def collect(self) -> None:
         """Give back what nobody uses."""
         gc.collect()

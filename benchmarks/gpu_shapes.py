@@ -23,7 +23,7 @@ from meshlora.train.packing import joined, with_positions
 from meshlora_ground.dataset import Sequence
 
 RANK = 16
-LONG = 32_768  # tokens of a long row
+LONG, LONGEST = 32_768, 131_072  # tokens of long rows
 SHALLOW = 2  # layers of a comparison in float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -106,7 +106,7 @@ def real_shapes() -> list[Shape]:
         max_position_embeddings=8192,
         use_cache=False,
     )
-    long = resized(eight, max_position_embeddings=LONG)
+    long = resized(eight, max_position_embeddings=LONGEST)
     dense = {"target_modules": "all-linear"}
     mixed = {"target_modules": LINEARS, "target_parameters": EXPERTS}
     return [
@@ -127,6 +127,7 @@ def real_shapes() -> list[Shape]:
         Shape("1b", one, 4, 4096, dense, target_liger=1.3, target_packed=1.7, target_busy=1.06),
         Shape("moe", experts, 1, 4096, mixed, target_speed=1.8, target_busy=1.06),
         Shape("32k", long, 1, LONG, dense, is_packed=False, recompute=True, steps=1, target_kept=1.2),
+        Shape("128k", long, 1, LONGEST, dense, is_packed=False, recompute=True, steps=1),
         Shape("8b-8k", eight, 1, 8192, dense, target_liger=1.35, target_packed=1.6, target_float8=1.6, steps=2),
         Shape("quantized", resized(eight, num_hidden_layers=8), 1, 4096, dense, is_packed=False, is_quantized=True),
     ]

@@ -39,6 +39,18 @@ COMPARISONS = (
         "meshlora + liger, fp8_backward",
         "PEFT + liger-kernel",
     ),
+    (
+        "8b-fused",
+        "Llama 8B, fused kernels as CUDA graphs, against PEFT + liger-kernel*",
+        "meshlora + fused, recorded",
+        "PEFT + liger-kernel",
+    ),
+    (
+        "8b-fused",
+        "Llama 8B, fused kernels as CUDA graphs, products in float8, against PEFT + liger-kernel*",
+        "meshlora + fused, fp8, recorded",
+        "PEFT + liger-kernel",
+    ),
     ("8b-8k", "Llama 8B, 8,192 tokens a row, liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
     (
         "8b-8k",
@@ -49,11 +61,29 @@ COMPARISONS = (
     ("1b", "Llama 1B, 4 rows, against PEFT + SDPA", "meshlora", "PEFT + SDPA"),
     ("1b", "Llama 1B, 4 rows, kernels of liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
     ("moe", "Qwen3-MoE, 12 layers of 128 experts, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
+    (
+        "1b-fused",
+        "Llama 1B, 4 rows, fused kernels as CUDA graphs, against PEFT + liger-kernel",
+        "meshlora + fused, recorded",
+        "PEFT + liger-kernel",
+    ),
+    (
+        "moe-fused",
+        "Qwen3-MoE, fused kernels as CUDA graphs, against PEFT + SDPA",
+        "meshlora + fused, recorded",
+        "PEFT + SDPA",
+    ),
     ("32k", "Llama 8B, a row of 32,768, all recomputed, liger-kernel", "meshlora + liger", "PEFT + liger-kernel"),
     (
         "32k",
         "Llama 8B, a row of 32,768, attention kept, liger-kernel",
         "meshlora + liger, keep_attention",
+        "PEFT + liger-kernel",
+    ),
+    (
+        "32k",
+        "Llama 8B, a row of 32,768, inputs of layers on the host, liger-kernel",
+        "meshlora + liger, offload",
         "PEFT + liger-kernel",
     ),
     ("quantized", "8 layers of Llama 8B in nf4, against PEFT QLoRA", "meshlora, nf4", "PEFT QLoRA, nf4"),

@@ -213,8 +213,10 @@ PROOFS = {
     "dense, bfloat16": Proof(f"{LLAMA} {BFLOAT16}", ("", "tp=2,sp", "pp=2")),
     "mixture, bfloat16": Proof(f"{MIXTURE} {BFLOAT16}", ("", "dp=2,ep=2")),
     "joined rows": Proof(f"{LLAMA} {BFLOAT16} --packing auto", ("", "tp=2,sp", "cp=2")),
+    "fused": Proof(f"{LLAMA} {FLOAT32} --kernels fused", ("", "tp=2,sp")),
     "liger": Proof(f"{LLAMA} {FLOAT32} --kernels liger", ("", "tp=2,sp")),
     "recomputation": Proof(f"{QWEN3} {FLOAT32} --recompute", ("tp=2,sp", "pp=2")),
+    "inputs on the host": Proof(f"{QWEN3} {FLOAT32} --recompute offload", ("tp=2,sp", "pp=2")),
     "kept attention": Proof(
         f"{LLAMA} {BFLOAT16} --packing auto --recompute keep_attention", ("", "tp=2,sp", "cp=2,ring")
     ),
@@ -235,7 +237,7 @@ def proofs(setting: Setting) -> list[Step]:
         argv = [*MESHLORA, "verify", *proof.arguments.split(), "--device", setting.device, "--steps", "2"]
         argv += setting.ranks(proof.num_ranks)
         each = [word for topology in topologies for word in ("--topology", topology)]
-        left_out = ONLY_ON_GPU if "liger" in proof.arguments else LEFT_OUT
+        left_out = ONLY_ON_GPU if "--kernels" in proof.arguments else LEFT_OUT
         not_run = setting.unless_tiny(left_out) if number >= TINY_PROOFS else ""
         steps.append(Step(name, [*argv, *each, "--json", FOUND], read_proof, not_run=not_run))
     return steps
@@ -262,13 +264,24 @@ def _reason(run: dict[str, Any]) -> str:
 
 FOUR = ("meshlora", "meshlora + liger", "PEFT + SDPA", "PEFT + liger-kernel")
 OF_FLOAT8 = (FOUR[1], "meshlora + liger, fp8", "meshlora + liger, fp8_backward", *FOUR[2:])
-KEPT = "meshlora + liger, keep_attention"
+KEPT, OFFLOADED = "meshlora + liger, keep_attention", "meshlora + liger, offload"
+RECORDED, OF_RECORDS = "meshlora + fused, recorded", ("meshlora + fused", "meshlora + fused, fp8, recorded")
 # Kernels of liger-kernel run on GPUs alone: without these a dry run would have nothing of ours.
-IN_DRY_RUN = {OF_FLOAT8[1]: "meshlora, fp8 products", KEPT: "meshlora, keep_attention"}
+IN_DRY_RUN = {
+    OF_FLOAT8[1]: "meshlora, fp8 products",
+    KEPT: "meshlora, keep_attention",
+    OFFLOADED: "meshlora, offload",
+    RECORDED: "meshlora, recorded",
+}
 
 
 def speeds(
-    shape: str, *systems: str, turns: int = 2, kernels: bool = False, in_dry_run: bool = True
+    shape: str,
+    *systems: str,
+    turns: int = 2,
+    kernels: bool = False,
+    in_dry_run: bool = True,
+    name: str = "benchmarks/gpu.py",
 ) -> Callable[[Setting], list[Step]]:
     """`benchmarks/gpu.py` of one shape; without systems, all of it."""
 
@@ -282,8 +295,17 @@ def speeds(
         argv += ["--device", "cpu", "--tiny"] if setting.is_tiny else []
         not_run = "" if in_dry_run else setting.unless_tiny(LEFT_OUT)
         argv += ["--budget-s", BUDGET, "--json", FOUND]
-        return [Step("benchmarks/gpu.py", argv, read_speeds, not_run=not_run)]
+        return [Step(name, argv, read_speeds, not_run=not_run)]
 
+    return steps
+
+
+def longest_row(setting: Setting) -> list[Step]:
+    """A step takes a minute: each system is a benchmark by itself, and none has a ratio to another."""
+    steps = []
+    for system in (OFFLOADED, FOUR[3]):
+        name = f"benchmarks/gpu.py, {system}"
+        steps += speeds("128k", system, turns=1, in_dry_run=False, name=name)(setting)
     return steps
 
 
@@ -331,14 +353,35 @@ PARTS = {
     "8b-fp8": Part(
         "Llama 8B with products in float8 beside PEFT", 150, speeds("8b", *OF_FLOAT8, kernels=True), is_timed=True
     ),
+    "8b-fused": Part(
+        "Llama 8B with fused kernels, eager and as CUDA graphs, in float8 too, beside PEFT",
+        200,
+        speeds("8b", RECORDED, *OF_RECORDS, *FOUR[2:], kernels=True),
+        is_timed=True,
+    ),
     "1b": Part(
         "Llama 1B, 4 rows, beside PEFT", 110, speeds("1b", *FOUR, kernels=True, in_dry_run=False), is_timed=True
     ),
     "moe": Part(
         "a mixture of 128 experts beside PEFT", 110, speeds("moe", FOUR[0], FOUR[2], kernels=True), is_timed=True
     ),
+    "1b-fused": Part(
+        "Llama 1B with fused kernels as CUDA graphs beside PEFT",
+        110,
+        speeds("1b", RECORDED, *FOUR[2:], kernels=True, in_dry_run=False),
+        is_timed=True,
+    ),
+    "moe-fused": Part(
+        "the mixture with fused kernels as CUDA graphs beside PEFT",
+        110,
+        speeds("moe", RECORDED, FOUR[2], kernels=True, in_dry_run=False),
+        is_timed=True,
+    ),
     "quantized": Part("bases in few bits beside QLoRA", 110, speeds("quantized"), is_timed=True),
-    "32k": Part("one row of 32,768 tokens", 170, speeds("32k", FOUR[1], KEPT, FOUR[3], turns=1), is_timed=True),
+    "32k": Part(
+        "one row of 32,768 tokens", 170, speeds("32k", FOUR[1], KEPT, OFFLOADED, FOUR[3], turns=1), is_timed=True
+    ),
+    "128k": Part("one row of 131,072 tokens, ours and PEFT by themselves", 230, longest_row, is_timed=True),
     "8b-8k": Part(
         "Llama 8B, 8,192 tokens a row, products in float8 too, beside PEFT",
         200,

@@ -28,13 +28,14 @@ def gpu() -> Iterator[ModuleType]:
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(gpu: ModuleType) -> None:
-    eight, one, experts, long, longer, quantized = gpu.real_shapes()
+    eight, one, experts, long, longest, longer, quantized = gpu.real_shapes()
     assert "8.030 billion parameters" in gpu.describe(eight)  # of meta-llama/Llama-3.1-8B
     assert "1.236 billion parameters" in gpu.describe(one)  # of meta-llama/Llama-3.2-1B
     assert experts.config.num_hidden_layers == 12
     assert experts.has_experts
     assert not eight.has_experts
     assert (long.seq_len, long.recompute, long.config.num_hidden_layers) == (32_768, True, 32)
+    assert (longest.seq_len, longest.recompute, longest.config.num_hidden_layers) == (131_072, True, 32)
     assert (longer.seq_len, longer.config.num_hidden_layers) == (8192, 32)
     assert (quantized.is_quantized, quantized.config.num_hidden_layers) == (True, 8)
     # 2 x 7.5 billion matrix entries forward and as many for the gradient of the input; attention 3.2 G, LoRA 0.25 G.
@@ -92,11 +93,31 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
     peers = {row["peer_name"] for row in document["rows"]}
     assert peers == {"PEFT + SDPA", "PEFT + SDPA, bf16 factors", "matmul ceiling"}
     found = document["details"]["shapes"]["moe"]
-    # Where liger-kernel is installed, it needs a GPU.
-    assert set(found["left_out"]) == {"PEFT + liger-kernel", "meshlora + liger"}
+    # Where liger-kernel is installed, it needs a GPU, as records of joined rows do.
+    of_gpus = {"meshlora + liger", "meshlora + fused", "meshlora + fused, recorded", "meshlora, recorded"}
+    assert set(found["left_out"]) == {"PEFT + liger-kernel", *of_gpus}
     assert set(found["kernels"]) == {"meshlora", "PEFT + SDPA", "PEFT + SDPA, bf16 factors"}
     assert found["kernels"]["meshlora"]["classes"]["gemm"][1] > 0
     assert all(document["details"][name] > 0 for name in ("bf16_flops", "copy_bytes_s", "launch_s"))
+
+
+def test_a_recorded_system_takes_the_steps_of_an_eager_one_or_is_left_out(gpu: ModuleType, tmp_path: Path) -> None:
+    shape, cpu = gpu.tiny(gpu.real_shapes()[0]), torch.device("cpu")
+    bench = gpu.Bench(shape, gpu.Machine(cpu), torch.float32, tmp_path, "eager")
+    bench.build((gpu.OURS, gpu.OF_RECORDS[-1]))
+    eager, recorded = bench.candidates.values()
+    one, packed = gpu.inputs_of(shape, cpu)
+    wanted, gradients = bench._first_gradients(eager, one)
+    for _ in range(4):  # eager, recorded, replayed
+        loss, found = bench._first_gradients(recorded, one)
+        assert loss == pytest.approx(wanted, rel=1e-6)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient)
+    assert len(recorded.graphs._records) == 1
+    # On under this name without a record it would be another system.
+    bench._attempt(recorded.system, recorded.step, packed)
+    assert not bench._attempt(recorded.system, recorded.step, packed)
+    assert "has no kernel here that takes all sequences at once" in bench.left_out["meshlora, recorded"]
 
 
 @pytest.mark.long

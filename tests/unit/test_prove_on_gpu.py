@@ -177,6 +177,8 @@ def test_proofs_cover_every_axis_precision_and_option() -> None:
         "liger",
         "--recompute",
         "keep_attention",
+        "offload",
+        "fused",
         "--packing",
     } <= options
     assert {"nf4", "fp8", "mxfp4", "int8"} <= options
@@ -284,6 +286,21 @@ def test_every_system_of_a_benchmark_is_one_of_its_shape(is_tiny: bool, monkeypa
                 systems = {words[at + 1] for at, word in enumerate(words) if word == "--system"}
                 assert systems <= known[words[words.index("--shape") + 1]], words
                 assert not is_tiny or not systems or any(name.startswith("meshlora") for name in systems)
+
+
+def test_every_shape_and_every_kernel_of_ours_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    shapes, systems = set(), set()
+    for part in script.PARTS.values():
+        for step in part.steps(script.Setting(Path("logs"), is_tiny=False)):
+            words = list(step.argv)
+            shapes |= {words[at + 1] for at, word in enumerate(words) if word == "--shape"}
+            systems |= {words[at + 1] for at, word in enumerate(words) if word == "--system"}
+    assert shapes == {shape.name for shape in gpu.real_shapes()}
+    ours = {system.name for shape in gpu.real_shapes() for system in gpu.systems_of(shape) if system.is_ours}
+    assert {name for name in ours if "liger" in name or "fused" in name} <= systems
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
