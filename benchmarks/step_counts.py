@@ -421,6 +421,7 @@ if importlib.util.find_spec("meshlora.wings.quantized.float8_gpu") is not None:
     OURS["and in float8"] = {"kernels": "liger", "compute": "fp8"}
 if importlib.util.find_spec("meshlora.wings.kernels.tails") is not None:
     OURS["fused"] = {"kernels": "fused"}
+    OURS["fused, backward in float8"] = {"kernels": "fused", "compute": "fp8_backward"}
     OURS["fused, in float8"] = {"kernels": "fused", "compute": "fp8"}
 SYSTEMS: dict[str, Callable[[Shape, int], Counted]] = {
     **{name: partial(ours, **options) for name, options in OURS.items()},  # type: ignore[arg-type] # of the literals
