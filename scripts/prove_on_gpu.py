@@ -327,10 +327,22 @@ def read_speeds(folder: Path) -> tuple[str, dict[str, Any]]:
         lines.setdefault(name, [f"{what}, {row.ours_name}: {row.ours:,.0f} tokens/s"]).append(about)
     shown = ["; ".join(words) for words in lines.values()]
     for shape in document["details"]["shapes"].values():
+        shown += _alone(shape)
         shown += [kernel_words(system, step) for system, step in shape.get("kernels", {}).items()]
         shown += [f"{system} is left out: {reason}" for system, reason in shape["left_out"].items()]
     own_page = (folder / "found.md").read_text("utf-8").partition("\n\n")[2].partition("\n\n")[2]
     return "\n".join(shown), {"rows": document["rows"], "details": document["details"], "page": own_page}
+
+
+def _alone(shape: dict[str, Any]) -> list[str]:
+    """A line for each input of which one system alone was measured: no row has its numbers beside another's."""
+    found = []
+    for name, runs in shape["runs"].items():
+        if len(runs) == 1:
+            ((system, (turn, *_)),) = runs.items()
+            step_s, peak = turn["step_time_s"], turn["peak_bytes"] / 2**30
+            found.append(f"{name}, {system}: {step_s:.2f} s a step, {peak:.2f} GiB")
+    return found
 
 
 def kernel_words(system: str, step: dict[str, Any]) -> str:

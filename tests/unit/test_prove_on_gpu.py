@@ -273,6 +273,15 @@ def test_a_step_that_waits_for_the_host_is_said(tmp_path: Path) -> None:
     assert said == "one sequence, a step, meshlora: 1.20 of GPU busy (NO: ≤ 1.06)"
 
 
+def test_a_system_that_is_measured_by_itself_has_a_line(tmp_path: Path) -> None:
+    turn = {"step_time_s": 61.5, "peak_bytes": 50 * 2**30}
+    shape = {"runs": {"one sequence": {"PEFT + liger-kernel": [turn]}}, "left_out": {}}
+    document = {"parity": {"agrees": True}, "rows": [], "details": {"shapes": {"128k": shape}}}
+    (tmp_path / "found.json").write_text(json.dumps(document))
+    (tmp_path / "found.md").write_text("")
+    assert script.read_speeds(tmp_path)[0] == "one sequence, PEFT + liger-kernel: 61.50 s a step, 50.00 GiB"
+
+
 @pytest.mark.parametrize("is_tiny", [True, False])
 def test_every_system_of_a_benchmark_is_one_of_its_shape(is_tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
