@@ -274,7 +274,9 @@ def test_without_a_gpu_on_is_refused_and_auto_runs_eagerly(folder: Path) -> None
     [
         ("its numbers are those of the host, which change with each step", {"train__neftune_alpha": 5.0}),
         ("messages between ranks within a micro-batch are not recorded", {"topology": "tp=2"}),
+        ("messages between ranks within a micro-batch are not recorded", {"topology": "dp=2,dp_shard"}),
         ("it is not proved in a record", {"lora__modules_to_save": ["lm_head"]}),
+        ("it is not proved in a record", {"model__quantization": "fp8"}),
         ("copies to host memory wait for events of their own", {"train__recompute": "offload"}),
         ("heads of 24 in float32, and it is for bfloat16", {"model__dtype": "float32"}),
         ("attn_implementation=eager, and it is for sdpa", {"model__attn_implementation": "eager"}),
