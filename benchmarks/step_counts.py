@@ -437,18 +437,8 @@ def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:
 
 
 def count_replayed(shape: Shape) -> dict[str, Counted]:
-    """Of ours -> a step with `train.cuda_graphs`; empty where that is refused."""
-    if refused_in_a_record(experts=shape.has_experts) is not None:
-        return {}
+    """Of ours -> a step with `train.cuda_graphs`."""
     return {name: count_of(shape, partial(SYSTEMS[name], is_replayed=True))[0] for name in OURS}
-
-
-def refused_in_a_record(**asked: Any) -> str | None:
-    """Why `train.cuda_graphs` is refused beside what is asked for (`plan.features`); None: it is not."""
-    from meshlora.plan.pairs import refusal  # not of each commit that is compared
-
-    error = refusal({"train.cuda_graphs": "on", **asked})
-    return None if error is None else str(error)
 
 
 def count_of(shape: Shape, system: Callable[[Shape, int], Counted]) -> tuple[Counted, Counted]:

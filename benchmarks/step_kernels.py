@@ -45,7 +45,7 @@ from gpu_shapes import Shape, real_shapes, tiny
 from meshlora_extra.planner.fake import Work
 from meshlora_extra.planner.hardware import Hardware, hardware_named
 from processes import be_quiet
-from step_counts import OURS, PARTS, REPLAY, Counted, count, count_of, count_replayed, peft, refused_in_a_record
+from step_counts import OURS, PARTS, REPLAY, Counted, count, count_of, count_replayed, peft
 from step_prices import COUNTS, busy_by_class, compare, eager_s, replayed_s, table_of
 from table import DONE, RESULTS, Findings, Parity, Row, greater, parser, run, smaller
 
@@ -54,6 +54,11 @@ TARGET_RATE = 13_000  # tokens/s of the 8B shape on one H100
 TARGET_REPLAYED = {"fused": 16_000, "fused, in float8": 19_000}  # the same, with `train.cuda_graphs`
 TARGET_OPERATORS = 0.7  # of PEFT's in a layer
 MOST_OPERATORS = {"moe": 1558}  # of a step: half of those before its experts' sizes stayed on the device
+# Of the rows of `train.cuda_graphs`.
+_OF_REPLAYS = (
+    "With `train.cuda_graphs` forward and backward are one launch, the update's operators one each. No replay has been "
+    "timed on a GPU yet, and the gaps between its kernels are taken as none."
+)
 
 # --- output ---------------------------------------------------------------------------------------------------------
 
@@ -126,7 +131,7 @@ def measure(options: argparse.Namespace) -> Findings:
     lines = [f"| {name} | {n:,} | {ms:.1f} |" for name, (n, ms) in list(costliest.items())[:16]]
     sizes = f"{shape.batch_size} × {shape.seq_len} tokens, {shape.config.num_hidden_layers} layers"
     head = ["The costliest operators of our step:", "", "| operator | in a step | ms |", "|---|---|---|"]
-    page = [f"{shape.name} on {gpu.name}: {sizes}.", "", markdown(found), "", *_of_replays(shape), "", *head, *lines]
+    page = [f"{shape.name} on {gpu.name}: {sizes}.", "", markdown(found), "", _OF_REPLAYS, "", *head, *lines]
     details = {"gpu": gpu.name, "shape": shape.name, "systems": found, "operators": costliest}
     agreed = Parity("nothing is computed, so nothing can differ", None, None, agrees=True)
     return Findings(agreed, _rows(found, shape, gpu), details, "\n".join(page))
@@ -151,32 +156,13 @@ def _rows(found: dict[str, dict[str, float]], shape: Shape, gpu: Hardware) -> li
         rows.append(greater(f"predicted rate, {gpu.name}", [mine[rate]], target, unit="tokens/s", **asked))
     for name, most in TARGET_REPLAYED.items():
         if (shape.name, gpu.name) == ("8b", "h100") and name in found:
-            why = refused_in_a_record(**_asked(name))
-            what = f"predicted rate, {gpu.name}, train.cuda_graphs{', which is refused so far' if why else ''}"
-            own = {**asked, "ours_name": f"meshlora, {name}"}
+            what, own = f"predicted rate, {gpu.name}, train.cuda_graphs", {**asked, "ours_name": f"meshlora, {name}"}
             rows.append(greater(what, [found[name]["tokens/s with it"]], [float(most)], unit="tokens/s", **own))
     if shape.name in MOST_OPERATORS:
         most_of_all = [float(MOST_OPERATORS[shape.name])]
         rows.append(smaller("operators of a step", [mine["operators of a step"]], most_of_all, unit="", **asked))
     rows.append(smaller(reads, [mine[reads]], [1.0], unit="", **asked))
     return rows
-
-
-def _asked(name: str) -> dict[str, str]:
-    """Options of one of ours, as a run file has them."""
-    return {f"model.{option}": value for option, value in OURS[name].items() if option == "compute"}
-
-
-def _of_replays(shape: Shape) -> list[str]:
-    """What is to be said of the rows of `train.cuda_graphs`."""
-    if (why := refused_in_a_record(experts=shape.has_experts)) is not None:
-        return [f"`train.cuda_graphs` is refused here: {why}."]
-    said = [
-        "With `train.cuda_graphs` forward and backward are one launch, the update's operators one each. No replay has "
-        "been timed on a GPU yet, and the gaps between its kernels are taken as none."
-    ]
-    refused = {why: None for name in OURS if (why := refused_in_a_record(**_asked(name))) is not None}
-    return said + [f"What it would be where it is refused so far: {why}." for why in refused]
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
