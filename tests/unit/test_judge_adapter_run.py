@@ -115,3 +115,25 @@ def test_tensors_that_peft_renames_are_found_under_the_names_it_loads(family: st
     saved[next(key for key in saved if written in key)] *= 2
     save_file(saved, tmp_path / "adapter_model.safetensors")
     assert "scaled by 2, of" in judge_folder(tmp_path, run=tmp_path / "seen").words()
+
+
+@for_each(
+    ("config", "said"),
+    [
+        ({"model_type": "of tomorrow"}, "has no model_type 'of tomorrow', so trained tensors are looked for under"),
+        ({}, "has no model_type None, so"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "cannot build its llama ("),
+    ],
+)
+def test_a_model_that_cannot_be_asked_for_names_is_said(
+    config: dict[str, Any], said: str, trained: Path, tmp_path: Path
+) -> None:
+    """Where a name is not found PEFT may have changed it, and then the finding itself may be wrong."""
+    value = {"base_model.model.model.layers.0.mlp.other.lora_A.default.weight": torch.ones(4, 16)}
+    after = {name: 2 * one for name, one in value.items()}
+    Recording(rank=0, world_size=1, config=config, steps=[Step(before=value, after=after)]).write(tmp_path / "seen")
+    verdict = judge_folder(trained / "2", run=tmp_path / "seen")
+    assert "not saved, of 1 trained tensors" in verdict.words()
+    assert said in verdict.words()
+    assert [note["kind"] for note in verdict.as_json()["notes"]] == ["names"]
+    assert "Note: " not in judge_folder(trained / "1", run=trained / "seen").words(), "all names are there"

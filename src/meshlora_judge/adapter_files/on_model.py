@@ -45,28 +45,37 @@ def of_model(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], folder: Pa
         return _keys(model, adapter, shapes, folder) + _scales(model, adapter, shapes, folder)
 
 
-def names_on_model(adapter: Adapter, config: Mapping[str, Any]) -> Names:
+def names_on_model(adapter: Adapter, config: Mapping[str, Any]) -> tuple[Names, list[Finding]]:
     """The names that PEFT, which renames those of some families, gives the tensors of `adapter` on a model of
-    transformers' `config`; those of the file where transformers cannot build it.
+    transformers' `config`; those of the file where transformers cannot build it, and a note that says so.
     """
     import transformers
 
     from meshlora_ground.model_class import model_class, take_quantization
 
     keys, parts = [part.key for part in adapter.names.parts], []
-    if config.get("model_type") not in transformers.CONFIG_MAPPING or not adapter.names.is_peft:
-        return adapter.names
+    if not adapter.names.is_peft:
+        return adapter.names, []
+    if (family := config.get("model_type")) not in transformers.CONFIG_MAPPING:
+        return adapter.names, _as_in_file(f"transformers {transformers.__version__} has no model_type {family!r}")
     try:
         with _quiet():
-            made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(dict(config))
+            made = transformers.CONFIG_MAPPING[family].from_dict(dict(config))
             take_quantization(made)
             loaded = names_as_loaded(model_class(made).from_config(made), keys)
-    except Exception:  # noqa: BLE001 - transformers raises many kinds on what is none of its own models
-        return adapter.names
+    except Exception as error:  # noqa: BLE001 - transformers raises many kinds on what is none of its own models
+        why = f"transformers {transformers.__version__} cannot build its {family} ({reason(error)})"
+        return adapter.names, _as_in_file(why)
     for part in adapter.names.parts:
         (there,) = names_of([loaded[part.key]], adapter.config, ()).parts
         parts.append(replace(there, key=part.key))
-    return replace(adapter.names, parts=parts)
+    return replace(adapter.names, parts=parts), []
+
+
+def _as_in_file(why: str) -> list[Finding]:
+    """The note that nobody has asked PEFT for names."""
+    what = f"{why}, so trained tensors are looked for under the names of the file, which PEFT changes of some families"
+    return [Finding("names", what, (), "judge it where the training's transformers is installed", is_note=True)]
 
 
 @contextlib.contextmanager

@@ -54,10 +54,11 @@ class Verdict:
 
     def words(self) -> str:
         """What is wrong, or what it is, without the folder."""
+        said = [f"sound: {self.description}."]
         if self.wrong:
-            numbered = [f"({number}) {finding}." for number, finding in enumerate(self.wrong, 1)]
-            return f"cannot be what was trained. {' '.join(numbered)} It is {self.description}."
-        return " ".join([f"sound: {self.description}.", *(f"Note: {note}." for note in self.notes[:_MOST_NOTES])])
+            numbered = (f"({number}) {finding}." for number, finding in enumerate(self.wrong, 1))
+            said = ["cannot be what was trained.", *numbered, f"It is {self.description}."]
+        return " ".join([*said, *(f"Note: {note}." for note in self.notes[:_MOST_NOTES])])
 
     def paragraph(self) -> str:
         """All of it in one paragraph."""
@@ -80,10 +81,11 @@ def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
     ranks = [recording.steps[-1].after for recording in recordings]
     first = recordings[0].steps
     steps = {0: first[0].before} | {number: step.after for number, step in enumerate(first[:-1], 1)}
-    names = set[str]().union(*ranks)
+    names, notes = set[str]().union(*ranks), list[Finding]()
     if not {trained_name(name) for name in names} <= {part.name for part in adapter.names.parts}:
         # In the file a tensor has the name from which PEFT finds it, which of some families is another one.
-        adapter = replace(adapter, names=names_on_model(adapter, recordings[0].config))
+        loaded, notes = names_on_model(adapter, recordings[0].config)
+        adapter = replace(adapter, names=loaded)
     values = {}
     for name in names:
         parts = [own.get(name) for own in ranks]
@@ -94,7 +96,7 @@ def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
         # Ranks whose parts make no whole are a finding on the recording itself (`steps.judge`), not on the file.
         if copies is not None and copies[0] is not None:
             values[name] = copies[0]
-    return differences_from(adapter, values, ranks=ranks, steps=steps)
+    return notes + differences_from(adapter, values, ranks=ranks, steps=steps)
 
 
 def _whole_shape(adapter: Adapter, name: str, part: Tensor | None) -> Sequence[int] | None:
