@@ -236,3 +236,4 @@ def test_joined_rows_that_have_no_kernel_are_known_before_they_run() -> None:
     assert why("mistral") is None
     assert "a window of 8 tokens, and rows have up to 8" in str(why("mistral", 8))
     assert why("qwen3", 4096) is None
+    assert "attention in chunks of 8 tokens" in str(why("llama4_text"))

@@ -28,7 +28,7 @@ Lengths = Sequence[Sequence[int]]
 _HEEDED = {"dropout": (None, 0.0), "is_causal": (None, True), "position_bias": (None,)}
 # Arguments of the kernel by name, besides those by place.
 _NEEDED = {"scale", "window_size"}
-_SLIDING = "sliding_attention"  # in the configuration, of layers that may differ
+_SLIDING, _CHUNKED = "sliding_attention", "chunked_attention"  # in the configuration, of layers that may differ
 _LIMIT = 0.02  # of two-byte dtypes, as in `wings.context.attention_parts`
 
 
@@ -117,6 +117,8 @@ def why_none(model: Any, dtype: torch.dtype, longest: int) -> str | None:
         if getattr(module, "v_head_dim", width) != width:
             return "values of another width than keys"
     window, of_layers = getattr(text, "sliding_window", None), getattr(text, "layer_types", None) or (_SLIDING,)
+    if _CHUNKED in of_layers:  # whatever their size: a mask by chunks is none of distances, and stays that of the row
+        return f"attention in chunks of {text.attention_chunk_size} tokens, with a mask of the whole row"
     if isinstance(window, int) and _SLIDING in of_layers and longest >= window:
         return f"a window of {window} tokens, and rows have up to {longest}"
     return None
