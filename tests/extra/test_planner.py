@@ -69,6 +69,9 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "dp=4", {}, id="dp", marks=pytest.mark.proof),  # by default with sharded bases
         pytest.param("llama", "tp=4,sp", {"recompute": "full"}, id="recomputed", marks=pytest.mark.proof),
         pytest.param("llama", "tp=2,sp", {"recompute": "offload", "config": {"num_hidden_layers": 6}}, id="offloaded"),
+        # Four residual streams.
+        pytest.param("deepseek_v4", "tp=2", {}, id="streams"),
+        pytest.param("deepseek_v4", "tp=2,sp", {"recompute": "offload"}, id="streams_offloaded"),
         pytest.param("llama", "tp=2,sp", {"recompute": 2, "config": {"num_hidden_layers": 5}}, id="every_second"),
         pytest.param(
             "llama", "tp=4", {"lora": {"use_dora": True, "trainable_token_indices": [7, 200]}}, id="dora_and_rows"

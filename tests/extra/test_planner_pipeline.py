@@ -51,6 +51,7 @@ def _of(number: int, **more: Any) -> dict[str, Any]:
         pytest.param("qwen3_moe", "pp=2,tp=2,sp,ep=2", _of(2), id="experts"),
         pytest.param("llama", "pp=2,tp=2", _of(6, recompute=2), id="every_second_of_all_layers"),
         pytest.param("llama", "pp=2", _of(6, batch=6, micro_batch=1, recompute="offload"), id="offloaded"),
+        pytest.param("deepseek_v4", "pp=2,tp=2,sp", _of(4, batch=4, recompute="offload"), id="streams"),
         # On both ranks; its head costs as much as layers do.
         pytest.param("gpt2", "pp=2,tp=2", _of(4, config={"n_layer": 4, "vocab_size": 4096}), id="tied"),
         pytest.param("llama", "pp=4,cp=4", _of(5, recompute="full"), id="cp_recomputed", marks=pytest.mark.proof),

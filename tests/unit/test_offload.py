@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from meshlora.plan.derive import num_streams
 from meshlora.run import offload as module
 from meshlora.run.offload import Checkpoint, Lane, Offload, host_bytes, notes_of_offload
 from meshlora.run.recompute import _checkpointed_on_host
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 LAYERS = 5
 
@@ -199,25 +201,25 @@ def test_pinned_buffers_are_powers_of_two() -> None:
 
 
 class _Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, **more: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Identity() for _ in range(32))
 
-        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4096))
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(hidden_size=4096, **more))
 
     def get_input_embeddings(self) -> Any:
         return SimpleNamespace(embedding_dim=512)  # as of opt-350m, which projects them
 
 
 def _notes(
-    topology: str = "", recompute: str = "offload", device: str = "auto", world: int | None = None, **data: Any
+    topology: str = "", recompute: str = "offload", device: str = "auto", world: int | None = None, **of_model: int
 ) -> list[str]:
     config = SimpleNamespace(
         train=SimpleNamespace(recompute=recompute, micro_batch_size=2),
-        data=SimpleNamespace(packing=False, longest=0, **data),
+        data=SimpleNamespace(packing=False, longest=0),
         device=device,
     )
-    blueprint = SimpleNamespace(model=_Model(), topology=Topology.parse(topology), dtype=torch.bfloat16)
+    blueprint = SimpleNamespace(model=_Model(**of_model), topology=Topology.parse(topology), dtype=torch.bfloat16)
     return notes_of_offload(config, blueprint, _Rows(np.array([0, 100, 32_868])), world=world)  # type: ignore[arg-type]
 
 
@@ -249,7 +251,14 @@ def test_a_run_says_what_it_takes_of_the_host(two_gpus: Callable[[float], None])
     assert "8.59 GB of the host for each of 2 ranks" in _notes("tp=2,sp")[0]
     assert "17.18 GB of the host for each of 2 ranks" in _notes("tp=2")[0]
     assert _notes(recompute="full") == []
-    assert "on CPUs that spares nothing" in _notes(device="cpu")[0]
+    assert "for each of 4 ranks: on CPUs that spares nothing" in _notes("dp=4", device="cpu")[0]
+
+
+def test_each_of_several_residual_streams_takes_room(two_gpus: Callable[[float], None]) -> None:
+    two_gpus(100)
+    assert "take up to 68.72 GB" in _notes(hc_mult=4)[0]
+    families = "llama", "deepseek_v4", "hy_v4", "gemma3n_text"
+    assert [num_streams(twin_config(family)) for family in families] == [1, 4, 4, 4]
 
 
 def test_a_host_without_room_is_refused(two_gpus: Callable[[float], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from meshlora.comm.groups import join, on_gpus
 from meshlora.processes import launchers
 from meshlora.processes.launchers import Place, enter_place, launcher_place, place_in_environment
 from meshlora.run import launch as launching
+from meshlora.run import together
 from meshlora.run.machines import Seat, line_of, mistake_of, seat_of
 from meshlora.verify import preflight
 from meshlora.verify.proof import Processes
@@ -192,6 +194,27 @@ def test_gpus_with_room_for_all_ranks_are_taken(see_gpus: Callable[[int], None])
     see_gpus(2)
     assert on_gpus("auto", num_ranks=4, ranks_per_gpu=2)
     assert on_gpus("cuda", num_ranks=3, ranks_per_gpu=2)
+
+
+def test_check_counts_all_ranks_that_share_gpus_as_of_this_machine(
+    see_gpus: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By which it says what a run takes of the host's memory; ranks with a GPU each may be of several machines."""
+    see_gpus(2)
+    seen = []
+
+    def prepare(_: Any, *, world: int | None) -> Any:
+        seen.append(world)
+        raise UserError("a run", "it is not prepared here", "")
+
+    monkeypatch.setattr(together, "prepare_runs", prepare)
+    (tmp_path / "run.yaml").write_text(
+        "model: {path: base}\nlora: {r: 4, target_modules: all-linear}\ndata: {train: train.jsonl}\n"
+        "train: {output: out, steps: 1}\ntopology: tp=4\n"
+    )
+    for words in ([], ["--prove", "--ranks-per-gpu", "2"]):
+        assert main(["check", f"{tmp_path / 'run.yaml'}", *words]) == 2
+    assert seen == [None, 4]
 
 
 @pytest.mark.parametrize(

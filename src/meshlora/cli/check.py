@@ -33,13 +33,17 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.run.together import prepare_runs
     from meshlora.verify.preflight import preflight, preflight_state
     from meshlora_ground.console import Console
+    from meshlora_ground.topology import Topology
 
     arguments.check_json(options)
     shares = options.ranks_per_gpu
     if shares != 1 and not options.prove:
         raise UserError(f"--ranks-per-gpu {shares}", "it has no effect without --prove", "give both")
     with all_at_once(options.file, options.overrides):
-        runs = prepare_runs(read_runs(options.file, options.overrides))
+        configs = read_runs(options.file, options.overrides)
+        # Ranks that share GPUs are all of this machine.
+        world = None if shares == 1 else Topology.parse(next(iter(configs.values())).topology).world
+        runs = prepare_runs(configs, world=world)
     if shares != 1:
         config = next(iter(runs.values())).config
         on_gpus(config.device, num_ranks=1, ranks_per_gpu=shares)

@@ -462,6 +462,12 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     return next(iter(lists.items()))
 
 
+def num_streams(config: Any) -> int:
+    """How many residual streams the layers of a model hand on: hyper-connections' (deepseek_v4), AltUp's (gemma3n)."""
+    text = config.get_text_config()
+    return getattr(text, "hc_mult", None) or getattr(text, "altup_num_inputs", None) or 1
+
+
 def encoder_layers(model: PreTrainedModel) -> tuple[tuple[str, nn.ModuleList], ...]:
     """(name, layers) of the encoder whose states the decoder attends to, as of `decoder_layers`; () without one."""
     if not reads_pairs(model.config):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from meshlora.loading.blueprint import Blueprint
-from meshlora.plan.derive import decoder_layers
+from meshlora.plan.derive import decoder_layers, num_streams
 from meshlora.processes.launchers import ranks_on_host
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.compat.torch_tensors import version_of
@@ -168,7 +168,8 @@ def notes_of_offload(
 ) -> list[str]:
     """How much of this machine's memory a run takes for inputs of layers, where it keeps them there.
 
-    world: the number of ranks that are started; None: of a run that is only looked at, one for each GPU that is here.
+    world: the number of ranks that are started; None: of a run that is only looked at, one for each GPU that is here,
+        on CPUs all.
 
     Raises:
         UserError: the machine has less.
@@ -180,14 +181,18 @@ def notes_of_offload(
         row = config.data.longest
     rows = config.train.micro_batch_size * len(data) / data.num_examples  # an example may be a pair
     topology, model = blueprint.topology, blueprint.model
-    width = model.config.get_text_config().hidden_size * blueprint.dtype.itemsize
+    width = num_streams(model.config) * model.config.get_text_config().hidden_size * blueprint.dtype.itemsize
     tokens = rows * row / topology.size_over(topology.token_cut)
     # Of stages the first rank has so many micro-batches on the way that it has as many inputs as there are layers.
     needed = host_bytes(len(decoder_layers(model)[1]), tokens * width)
-    ranks = min(topology.world, max(1, torch.cuda.device_count())) if world is None else ranks_on_host(world)
+    is_on_cpus = config.device == "cpu" or not torch.cuda.is_available()
+    if world is not None:
+        ranks = ranks_on_host(world)
+    else:
+        ranks = topology.world if is_on_cpus else min(topology.world, torch.cuda.device_count())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = f"inputs of layers take up to {needed / 1e9:,.2f} GB of the host for each of {ranks} ranks"
-    if config.device == "cpu" or not torch.cuda.is_available():
+    if is_on_cpus:
         return [f"{words}: on CPUs that spares nothing, and train.recompute: full computes the same"]
     if needed * ranks > there:
         way_out = "use train.recompute: full, smaller micro-batches or shorter rows"

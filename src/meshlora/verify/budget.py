@@ -89,16 +89,17 @@ class Flow:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a micro-batch, tokens per loss chunk, and the width and dtype of the residual stream."""
+    """Tokens of a micro-batch, tokens per loss chunk, and the width and dtype of a residual stream, of so many."""
 
     tokens: int = 1
     chunk_tokens: int = 1
     width: int = 1
     dtype: torch.dtype = torch.float32
+    streams: int = 1
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of one token of the residual stream."""
+        """Bytes of one token of one residual stream."""
         return self.width * self.dtype.itemsize
 
 
@@ -238,17 +239,17 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     if plan.has_first_stage:
         yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
         if topology.sp and flow.is_trained_before:
-            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * each)
+            yield "", Message("backward", "allgather", FEATURES, tokens // topology.tp * sizes.streams * each)
     if plan.encoder:  # it looks up tokens too, and each rank has a term of the gradient of its states
         yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)
         yield "", Message("backward", "allreduce", FEATURES, sizes.tokens * each)
     if not plan.has_last_stage:
         return
     if topology.sp:
-        yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * each)
-        yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
+        yield "", Message("forward", "allgather", FEATURES, tokens // topology.tp * sizes.streams * each)
+        yield "", Message("backward", "reducescatter", FEATURES, tokens * sizes.streams * each)
     else:
-        yield "", Message("backward", "allreduce", FEATURES, tokens * each)
+        yield "", Message("backward", "allreduce", FEATURES, tokens * sizes.streams * each)
     if not plan.has_vocabulary and topology.size_over(TOKENS) > 1:  # whose head takes whole texts
         yield "", Message("forward", "allgather", TOKENS, tokens * each)
         yield "", Message("backward", "reducescatter", TOKENS, sizes.tokens * each)
@@ -281,7 +282,7 @@ def _of_stages(plan: ModelPlan, tokens: int, sizes: Sizes) -> Named:
         end = plan.stages[-1][1]  # a planner's plan has fewer layers, one of each kind
         for kind, back, layer in (("receive", "send", first), ("send", "receive", stop)):
             if 0 < layer < end:
-                streams = 1 + (-(-layer // plan.states_every) if plan.states_every else 0)
+                streams = sizes.streams + (-(-layer // plan.states_every) if plan.states_every else 0)
                 num_bytes = tokens * (streams * sizes.token_bytes + second * (end - layer))
                 yield "", Message("forward", kind, LAYERS, num_bytes)
                 yield "", Message("backward", back, LAYERS, num_bytes)

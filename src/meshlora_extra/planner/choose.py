@@ -17,6 +17,7 @@ from typing import Any
 
 from meshlora.comm.groups import simulated_job
 from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.derive import num_streams
 from meshlora.verify.budget import Flow, Message, Sizes
 from meshlora.wings.proved.families import check_proved
 from meshlora.wings.stages.cut import check_tied, idle
@@ -423,7 +424,7 @@ def _prediction(
     own = tokens // topology.size_over(TOKENS)
     chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own, device=problem.gpu.device)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
-    sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
+    sizes = Sizes(rows * tokens, chunk_tokens, width, dtype, num_streams(problem.model.config))
     kernels = _kernel_times(problem, traces, rows, own, chunk_tokens)
     ranks: list[RankCost] = []
     turns: list[TurnTimes] = []
@@ -474,7 +475,7 @@ def _peak_of_rank(
     micro_batches: int,
     offloads: bool,
 ) -> Peak:
-    topology, stream = part.plan.topology, sizes.tokens * sizes.token_bytes
+    topology, stream = part.plan.topology, sizes.tokens * sizes.streams * sizes.token_bytes
     tables = (memory.before.end - stream) / topology.size_over(TOKENS)  # each rank has its own tokens'
     return peak_of(
         memory,
