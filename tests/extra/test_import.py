@@ -516,15 +516,36 @@ def test_signs_of_a_trainer_are_keys_of_its_table(name: str) -> None:
     assert set(trainer.signs) <= facts_of(trainer).keys() | groups
 
 
+_OF_TRL = {"model_name_or_path": str(TINY), "dataset_name": "train.jsonl", "use_peft": True, "lora_r": 4}
+_OF_TRL |= {"completion_only_loss": True, "max_length": 64, "warmup_steps": 2, "per_device_train_batch_size": 2}
+_OF_TRL |= {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "output_dir": "out", "trust_remote_code": False}
+_BUILDER = "torchtune.datasets.text_completion_dataset"
+_OF_TORCHTUNE: dict[str, Any] = {
+    "checkpointer": {"checkpoint_dir": f"{TINY}/"},
+    "dataset": {"_component_": _BUILDER, "source": "json", "data_files": "train.jsonl", "column": "completion"},
+}
+_OF_TORCHTUNE |= {"seed": 0, "dtype": "fp32", "batch_size": 2, "gradient_accumulation_steps": 3, "epochs": 2}
+# Of steps at which something is done, 0 is none.
+_OF_TORCHTUNE |= {"log_every_n_steps": 0, "run_val_every_n_steps": 0, "output_dir": "out"}
+
+
+@for_each(
+    ("changes", "name"),
+    [(_OF_TRL, ""), ({**_OF_TRL, "logging_steps": 0}, ""), (_OF_TORCHTUNE, "torchtune_llama3_1.yaml")],
+    ids=["trl", "trl, without lines", "torchtune"],
+)
 def test_imported_file_passes_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy_lines("train", tmp_path / "train.jsonl", 0, 12)
     monkeypatch.chdir(tmp_path)
-    given = {"model_name_or_path": str(TINY), "dataset_name": "train.jsonl", "use_peft": True, "lora_r": 4}
-    given |= {"completion_only_loss": True, "max_length": 64, "warmup_steps": 2, "per_device_train_batch_size": 2}
-    given |= {"gradient_accumulation_steps": 3, "num_train_epochs": 2, "output_dir": "out", "trust_remote_code": False}
-    (tmp_path / "trl.yaml").write_text(yaml.safe_dump(given))
-    assert main(["import", "trl.yaml"]) == 0
+    given = yaml.safe_load((RECIPES / name).read_text()) if name else {}
+    given.get("lr_scheduler", {})["num_warmup_steps"] = 2
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(given | changes))
+    assert main(["import", "recipe.yaml", "--force"]) == 0
     assert main(["check", "run.yaml"]) == 0
     assert "steps       4 of 6 sequences" in capsys.readouterr().out

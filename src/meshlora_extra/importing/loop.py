@@ -214,12 +214,13 @@ def recompute(draft: Draft, *names: str, default: bool | None = None) -> None:
     draft.put("train.recompute", "full" if is_on else "none", whose)
 
 
-def logging(draft: Draft) -> None:
-    steps = draft.take("logging_steps")
+def logging(draft: Draft, name: str = "logging_steps") -> None:
+    """Steps between printed lines, of which 0 and a share of the steps say nothing here."""
+    steps = draft.take(name)
     if steps is not None and float(steps) >= 1:
-        draft.put("train.log_every", int(steps), "logging_steps")
+        draft.put("train.log_every", int(steps), name)
     elif steps is not None:
-        draft.idle.append("logging_steps")
+        draft.idle.append(name)
 
 
 def tracking(draft: Draft, given: Any, *, whose: str) -> None:

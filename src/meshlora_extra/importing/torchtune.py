@@ -174,6 +174,7 @@ def _events(draft: Draft) -> None:
     if not draft.copy("train.seed", "seed"):
         draft.say("seed: another each time there; here 0 unless train.seed says otherwise")
     loop.recompute(draft, "enable_activation_checkpointing", default=False)
+    loop.logging(draft, "log_every_n_steps")
     logger = str(draft.take("metric_logger._component_", default="")).rpartition(".")[2]
     trackers = {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}.get(logger, [])
     loop.tracking(draft, trackers, whose="metric_logger")
