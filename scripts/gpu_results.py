@@ -185,23 +185,23 @@ def measured(document: Mapping[str, Any]) -> dict[str, float]:
     return {name: choose(each[name] for each in found) for name, choose in best.items()} if found else {}
 
 
-def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
-    """Fields of the planner's `Hardware` that were measured, for the card in its table; empty if it is not there.
+def peaks(document: Mapping[str, Any]) -> str:
+    """What the best product and copy reached of the card's datasheet, beside the efficiencies that the planner has.
 
-    `kernel_s` is not among them: it is the host's time for an operator of a step, not that of a bare launch.
+    These are lower, and no peak is to replace them: they are those of all products of a step, and of all between them,
+    by which `benchmarks/step_kernels.py --beside` finds the time that the GPU was busy.
     """
-    seen = document.get("measured")
-    if not seen:
-        return {}
     from meshlora_extra.planner.hardware import card_of  # takes seconds, and imports what a campaign is to run apart
 
-    gpu = card_of(document["card"])
-    if gpu is None:
-        return {}
-    return {
-        "matmul_efficiency": min(1.0, round(seen["bf16_flops"] / (gpu.half_tflops * 1e12), 3)),
-        "memory_efficiency": min(1.0, round(seen["copy_bytes_s"] / (gpu.memory_gb_s * 1e9), 3)),
+    seen, gpu = document.get("measured"), card_of(document["card"])
+    if not seen or gpu is None:
+        return "no peaks beside the planner's numbers: nothing was measured, or its table has no such card"
+    found = {
+        "products": (seen["bf16_flops"] / (gpu.half_tflops * 1e12), gpu.matmul_efficiency),
+        "copies": (seen["copy_bytes_s"] / (gpu.memory_gb_s * 1e9), gpu.memory_efficiency),
     }
+    said = [f"{name} {peak:.3f} at best, {own:g} in the planner's steps" for name, (peak, own) in found.items()]
+    return f"of {gpu.name}'s datasheet: {'; '.join(said)} (benchmarks/step_kernels.py --beside)"
 
 
 def rows_of(document: Mapping[str, Any], part: str) -> list[table.Row]:

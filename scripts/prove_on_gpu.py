@@ -516,9 +516,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.write_docs is not None:
             for file in gpu_results.write_docs(options.write_docs):
                 console.print(f"written: {file.relative_to(ROOT)}", highlight=False)
-            document = gpu_results.read_results(options.write_docs)
-            fields = gpu_results.hardware_fields(document) or "nothing: its table has no such card"
-            console.print(f"for the planner: {fields}", markup=False, highlight=False)
+            words = gpu_results.peaks(gpu_results.read_results(options.write_docs))
+            console.print(words, markup=False, highlight=False, soft_wrap=True)
             return 0
         with tempfile.TemporaryDirectory(prefix="prove_on_gpu-") as scratch:
             return campaign(options, console, Path(scratch))

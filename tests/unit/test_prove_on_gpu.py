@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import _parser
+from meshlora_extra.planner.hardware import card_of
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology, field_of
 from tests.scripts import ROOT, load_script
@@ -423,8 +424,19 @@ def test_pages_and_the_planners_numbers_are_written_from_results(tmp_path: Path)
     cells = "1.25× (13,000 tokens/s) | 0.62× (29.9 GiB)"
     assert f"| Llama 8B, against PEFT + SDPA, the goal of 1.3 is missed | {cells} |" in short
     assert "Llama 1B" not in short
-    fields = results.hardware_fields(json.loads(path.read_text()))
-    assert fields == {"matmul_efficiency": 0.708, "memory_efficiency": 0.8}
+    words = results.peaks(json.loads(path.read_text()))
+    assert "products 0.708 at best, 0.75 in the planner's steps; copies 0.800 at best, 0.72 in" in words
+    assert "its table has no such card" in results.peaks({"card": "NVIDIA of tomorrow", "measured": {"launch_s": 1e-6}})
+
+
+def test_the_planner_has_no_more_than_cards_were_seen_to_do() -> None:
+    """A step's products and all between them together reach less than the best product, and a copy, alone."""
+    for file in (ROOT / "benchmarks" / "results").glob("gpu_nvidia-*.json"):
+        document = json.loads(file.read_text("utf-8"))
+        seen, gpu = document["measured"], card_of(document["card"])
+        assert gpu is not None
+        assert 0.95 < 1e12 * gpu.matmul_efficiency * gpu.half_tflops / seen["bf16_flops"] < 1, file
+        assert 0.6 < 1e9 * gpu.memory_efficiency * gpu.memory_gb_s / seen["copy_bytes_s"] < 1, file
 
 
 def test_the_pages_have_places_for_results() -> None:
