@@ -40,9 +40,42 @@ def _check(found: dict[str | None, Outcome]) -> None:
 
 
 def test_every_fault_of_kernels_is_named() -> None:
-    assert OF_KERNELS.keys() == set(needing("kernels"))
-    assert OF_TAILS.keys() == set(needing("tails"))
+    own = "kernel_norms", "kernel_rotations", "kernel_gates"
+    assert OF_KERNELS.keys() == {name for each in own for name in needing(each)}
+    assert OF_TAILS.keys() == {*needing("tails"), *needing("loss_chunks")}
     assert OF_SUMS.keys() == set(needing("stream_sums"))
+
+
+_ALL = (*OF_KERNELS, *OF_TAILS, *OF_SUMS)
+_OF_GATES = tuple(name for name in OF_KERNELS if name in needing("kernel_gates"))
+_CHUNK = ("chunk_gradient_without_labels",)
+_ATTENTION_ALONE = {"lora": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "absent"),
+    [
+        pytest.param("llama", {}, _OF_GATES, marks=pytest.mark.long, id="all"),
+        # Whose adapter leaves gates and sums as they are; whose layers and rotations are no known ones; whose gate is
+        # GELU, and logits are capped.
+        pytest.param("llama", _ATTENTION_ALONE, (*OF_SUMS, *set(OF_TAILS) - set(_CHUNK)), id="an adapter elsewhere"),
+        pytest.param(
+            *("olmo2", {}, (*OF_SUMS, *_OF_GATES, *needing("kernel_rotations"))),
+            marks=pytest.mark.long,
+            id="other layers",
+        ),
+        pytest.param("gemma2", {}, (*OF_SUMS, *OF_TAILS), marks=pytest.mark.long, id="other gates"),
+        pytest.param("llama", {"kernels": "liger"}, (*OF_SUMS, *OF_TAILS), marks=pytest.mark.long, id="liger"),
+    ],
+)
+def test_each_fault_of_kernels_that_may_show_does(
+    family: str, options: dict[str, Any], absent: tuple[str, ...], prove: Any
+) -> None:
+    """Code that no kernel computes has no fault of one: it cannot show, and is not injected in vain."""
+    found = prove(stand_in, family=family, **{"kernels": "fused", "topology": "", "mutations": _ALL} | options)
+    assert found.pop(None).passed
+    assert found.keys() == set(_ALL) - set(absent)
+    assert [name for name, outcome in found.items() if outcome.passed] == []
 
 
 @pytest.mark.parametrize(

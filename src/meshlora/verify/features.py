@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cached_property
 from typing import Any, Self, TypeVar
 
@@ -126,10 +126,12 @@ class _Adapted:
 
 
 class _Run:
-    """A run of a case, as predicates see it. adapters: how many are trained at once."""
+    """A run of a case, as predicates see it. adapters: how many are trained at once. computed: by kernels."""
 
-    def __init__(self, case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> None:
-        self.case, self.plan, self.config, self.adapters = case, plan, config, adapters
+    def __init__(
+        self, case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int, computed: Collection[str]
+    ) -> None:
+        self.case, self.plan, self.config, self.adapters, self.computed = case, plan, config, adapters, computed
         self.topology, self.objective = plan.topology, case.objective
         self.lora = LoraConfig(**case.lora)
         self.micro_batches = -(-case.batch_size // (case.micro_batch_size * plan.topology.dp))
@@ -137,6 +139,14 @@ class _Run:
         self.images = set[str]()
         if case.further is not None and case.further.has_images:
             self.images.update(*case.further.each)
+
+    @property
+    def has_loss_chunks(self) -> bool:
+        """Whether kernels compute the loss of each chunk from the logits of the head."""
+        changes = "final_logit_softcapping", "logits_scaling", "logit_scale", "unpadded_vocab_size"
+        if self.case.kernels != "fused" or any(getattr(self.config.get_text_config(), name, None) for name in changes):
+            return False
+        return isinstance(self.objective, Sft) and self.objective.is_summed and not self.objective.label_smoothing
 
     @property
     def packed_kinds(self) -> set[str]:
@@ -365,13 +375,13 @@ class Feature(enum.StrEnum):
     INTS = "ints", _run(lambda r: not r.packed_kinds.isdisjoint(WITH_ZEROS))  # GPTQ's, AWQ's
     INTS_IN_ORDER = "ints_in_order", _run(lambda r: r.packs_in_order)  # of activations: groups are no ranges
     NVFP4 = "nvfp4", _run(lambda r: r.case.quantization == "nvfp4")  # scales of blocks, and one of the matrix
-    KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
-    TAILS = "tails", _run(lambda r: r.case.kernels == "fused")  # and of our own, with low-rank terms
-    # And with sums of the residual stream, which are whole.
-    STREAM_SUMS = (
-        "stream_sums",
-        _run(lambda r: r.case.kernels == "fused" and r.topology.tp == 1 and not r.topology.dp_shard),
-    )
+    # What kernels compute, as the code of the model is known to them.
+    KERNEL_NORMS = "kernel_norms", _run(lambda r: "norms" in r.computed)
+    KERNEL_ROTATIONS = "kernel_rotations", _run(lambda r: "rotations" in r.computed)
+    KERNEL_GATES = "kernel_gates", _run(lambda r: "gated MLPs" in r.computed)  # some without low-rank terms
+    TAILS = "tails", _run(lambda r: "tails" in r.computed)  # gates with these
+    STREAM_SUMS = "stream_sums", _run(lambda r: "sums" in r.computed)  # of the residual stream, with these
+    LOSS_CHUNKS = "loss_chunks", _run(lambda r: r.has_loss_chunks)  # two passes over logits as the head gives them
 
     # --- batches
 
@@ -505,9 +515,13 @@ def features_of_model(
     return _of(plan.topology) | _of(_Adapted(plan, config, model, has_pieces=has_pieces))
 
 
-def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> set[Feature]:
-    """The features of the run of `case` on the topology of `plan`. config: of the model. adapters: trained at once."""
-    run = _Run(case, plan, config, adapters=adapters)
+def features_of_run(
+    case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int, computed: Collection[str]
+) -> set[Feature]:
+    """The features of the run of `case` on the topology of `plan`. config: of the model. adapters: trained at once.
+    computed: by kernels, as `wings.kernels.kernels.computed` says.
+    """
+    run = _Run(case, plan, config, adapters=adapters, computed=computed)
     return features_of_model(plan, run.lora, config, has_pieces=bool(case.pieces)) | _of(run)
 
 

@@ -18,8 +18,8 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from meshlora.verify.options import DEFAULT_LORA, STEPS_OF_OTHERS, Request, same
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.found.feature import FIELD, notes_of, plan_text, use_twins
 from meshlora.wings.found.kept import text_of
-from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.kernels.kernels import computed, with_kernels
 from meshlora.wings.quantized.kinds import KEEP, STORED_TWINS, TWIN_BLOCKS, twin_block
 from meshlora.wings.stages.cut import first_sharing_layer
 from meshlora.wings.starts.eva import check_words
@@ -77,7 +77,7 @@ class Proof:
     Attributes:
         config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
             of inputs yet to be generated. key: hash of everything that determines the reference. notes: for the user.
-            found: the plan that was found for it, as YAML; "": a table has it.
+            found: the plan that was found for it, as YAML; "": a table has it. computed: what kernels compute on each.
     """
 
     request: Request
@@ -87,6 +87,7 @@ class Proof:
     key: str
     notes: tuple[str, ...] = ()
     found: str = ""
+    computed: Mapping[Topology, Collection[str]] = field(default_factory=dict)
 
     @property
     def topologies(self) -> list[Topology]:
@@ -105,7 +106,8 @@ class Proof:
 
     def features_on(self, topology: Topology) -> set[Feature]:
         """The features of a run on `topology`."""
-        return features_of_run(self.case, self.plans[topology], self.config, adapters=self.request.adapters)
+        plan, kernels = self.plans[topology], self.computed.get(topology, ())
+        return features_of_run(self.case, plan, self.config, adapters=self.request.adapters, computed=kernels)
 
 
 def prepare_proof(request: Request) -> Proof:
@@ -118,9 +120,7 @@ def prepare_proof(request: Request) -> Proof:
     if request.quantization in STORED_TWINS:
         request = _on_stored_twin(request, tp=largest_tp, stages=stages)
     config, is_twin = _config(request, tp=largest_tp, stages=stages)
-    dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
-    if dtype not in _DTYPES:
-        raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
+    dtype = _dtype(request, config)
     if request.packing:
         check_packing(
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
@@ -167,7 +167,15 @@ def prepare_proof(request: Request) -> Proof:
     notes += notes_of(first.model)
     if request.ranks_per_gpu > 1:
         notes.append(sharing_note(request.ranks_per_gpu))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files), tuple(notes), plan_text(first.model))
+    key, by_kernels = case_hash(case, inputs=files), {topology: computed(one) for topology, one in blueprints.items()}
+    return Proof(request, config, plans, case, key, tuple(notes), plan_text(first.model), by_kernels)
+
+
+def _dtype(request: Request, config: PretrainedConfig) -> str:
+    dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise UserError(f"--dtype {request.dtype}", f"it must be one of {', '.join(_DTYPES)}", "float64 is sharpest")
+    return dtype
 
 
 def _on_stored_twin(request: Request, *, tp: int, stages: int) -> Request:

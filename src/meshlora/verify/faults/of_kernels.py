@@ -37,25 +37,25 @@ def _of_kernels(group: str, name: str = "") -> Any:
     return functools.partial(fault, put_in, kernels_of_models, "kernels_of")
 
 
-@after(kernels_of_models, "kernels_of", needs={Feature.KERNELS})
+@after(kernels_of_models, "kernels_of", needs={Feature.KERNEL_ROTATIONS})
 def kernel_rotates_gradients_forward(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
     """the gradient of a rotation is turned back"""
     return kernels and dataclasses.replace(kernels, rotate_back=kernels.rotate)  # None where none are in use
 
 
-@_of_kernels("norm")(needs={Feature.KERNELS})
+@_of_kernels("norm")(needs={Feature.KERNEL_NORMS})
 def kernel_norm_without_weight(norm: Any, x: Tensor, weight: Tensor, *rest: Any) -> Any:
     """a norm is multiplied by its weight"""
     return norm(x, weight.new_ones(weight.shape), *rest)
 
 
-@_of_kernels("gates", "back")(needs={Feature.KERNELS})
+@_of_kernels("gates", "back")(needs={Feature.KERNEL_GATES})
 def kernel_gate_and_up_exchanged(back: Any, *given: Tensor) -> Any:
     """each of gate and up gets its own gradient"""
     return back(*given)[::-1]  # both have one shape
 
 
-@_of_kernels("gates", "forward")(needs={Feature.KERNELS})
+@_of_kernels("gates", "forward")(needs={Feature.KERNEL_GATES})
 def kernel_writes_product_over_gate(forward: Any, gated: Tensor, up: Tensor) -> Any:
     """what the backward reads is as the forward left it"""
     product = forward(gated, up)
@@ -93,7 +93,7 @@ def tail_without_scale_of_next_linear(forward: Any, *given: Any) -> Any:
     return forward(*given[:-1], 1.0)
 
 
-@_of_kernels("chunk", "gradient")(needs={Feature.TAILS})
+@_of_kernels("chunk", "gradient")(needs={Feature.LOSS_CHUNKS})
 def chunk_gradient_without_labels(gradient: Any, *given: Any) -> Any:
     """the gradient of a label's logit is p - 1"""
     *others, is_here = given

@@ -54,9 +54,23 @@ def with_kernels(
     return dataclasses.replace(blueprint, options=dataclasses.replace(blueprint.options, kernels=wanted)), said
 
 
-def _tails_in_words(blueprint: Blueprint, every: int) -> str:
-    """In how many gated MLPs low-rank terms are computed with the gate, and beside how many linears with a sum of the
-    residual stream; and why not in the others."""
+def computed(blueprint: Blueprint) -> frozenset[str]:
+    """What the kernels of `blueprint` compute with its adapter: of "norms", "rotations" and "gated MLPs", and of fused
+    ones of "tails", low-rank terms with the gate, and "sums" of the residual stream."""
+    if blueprint.options.kernels not in ("liger", "fused"):
+        return frozenset()
+    found = set(fusable(blueprint.model))
+    if blueprint.options.kernels == "fused":
+        gates, sums = (list(of_each.values()) for of_each in _terms(blueprint, 0))
+        found |= {name for name, reasons in (("tails", gates), ("sums", sums)) if "" in reasons}
+        if gates.count("") == fusable(blueprint.model)["gated MLPs"]:  # none is computed without them
+            found.discard("gated MLPs")
+    return frozenset(found)
+
+
+def _terms(blueprint: Blueprint, every: int) -> tuple[dict[str, str], dict[str, str]]:
+    """Gated MLPs and linears before a sum of the residual stream whose code is known -> why a low-rank term is not
+    computed with the gate, or the sum; empty: it is."""
     gates, sums = gates_of_silu(blueprint.model), sums_of_stream(blueprint.model)
     others = {path: _why_no_gate(blueprint, path) for path in gates}
     topology, layers = blueprint.plan.topology, dict(blueprint.model.named_modules())
@@ -70,8 +84,15 @@ def _tails_in_words(blueprint: Blueprint, every: int) -> str:
         of_sums[path] = why
     if topology.tp > 1 or topology.dp_shard:
         of_sums = dict.fromkeys(sums, "over tp" if topology.tp > 1 else "with dp_shard")
+    return others, of_sums
+
+
+def _tails_in_words(blueprint: Blueprint, every: int) -> str:
+    """In how many gated MLPs low-rank terms are computed with the gate, and beside how many linears with a sum of the
+    residual stream; and why not in the others."""
+    others, of_sums = _terms(blueprint, every)
     said = f"low-rank terms in {_counted(others)} gated MLPs{_why(others)}"
-    if not sums:
+    if not of_sums:
         return f"{said}; sums of the residual stream apart, as no code of these layers is known"
     return f"{said}; sums of the residual stream with {_counted(of_sums)} linears{_why(of_sums)}"
 
