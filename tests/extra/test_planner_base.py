@@ -268,6 +268,15 @@ def test_kinds_of_layers_that_a_configuration_derives_from_other_fields_are_thos
     assert set(config.layer_types) == set(problem.model.config.layer_types)
 
 
+@pytest.mark.parametrize("family", ["gemma4_text", "gemma3n_text"])
+def test_no_layer_is_left_out_where_one_matrix_has_inputs_for_all(family: str) -> None:
+    """Eight layers of two kinds, of which one each would run elsewhere."""
+    problem = problem_of(family, 1, config={"num_hidden_layers": 8}, lora={"target_modules": ["q_proj"]})
+    assert shrink(problem.model).num_kinds == 8
+    (only,) = choose(problem, [Topology()]).ranked
+    assert only.memory_bytes > 0
+
+
 @pytest.mark.parametrize("name", ["Qwen--Qwen3-30B-A3B-GPTQ-Int4", "Qwen--Qwen3-8B-AWQ"])
 def test_folder_in_few_bits_is_planned_as_it_is_kept(name: str, tmp_path: Path) -> None:
     """Its files say which weights stay packed; --one-gpu asks for the same folder again."""

@@ -57,12 +57,14 @@ def shrink(model: Any) -> Shrunk:
     name, layers = decoder_layers(model)
     config = model.config.get_text_config()
     types = getattr(config, "layer_types", None)
+    # Gemma's embeddings for each layer are one matrix, whose columns are those of all layers: none can be left out.
+    are_all = bool(getattr(config, "hidden_size_per_layer_input", None))
     kinds: dict[Any, int] = {}
     order: list[int] = []
     chosen: list[int] = []
     for index, layer in enumerate(layers):
         # The first layer frees its input later than others.
-        key = (index == 0, types[index] if types else None, *_shape(layer))
+        key = (index if are_all else index == 0, types[index] if types else None, *_shape(layer))
         if key not in kinds:
             kinds[key] = len(kinds)
             chosen.append(index)
