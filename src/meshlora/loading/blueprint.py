@@ -351,7 +351,7 @@ def build_on_meta(config: PretrainedConfig, **options: Any) -> Any:
         raise UserError(what, f"its names and shapes alone take more than {_BUILD_S} s to build", _CHECK) from None
     except Exception as error:  # ImportError for an attention that is not installed, ZeroDivisionError for 0 heads
         way_out = ""
-        if isinstance(error, ImportError) and options.get("attn_implementation"):
+        if isinstance(error, ImportError) and options.get("attn_implementation") not in (None, "eager", "sdpa"):
             way_out = "use model.attn_implementation: sdpa, which is torch's own and fused, too"
         raise UserError(what, f"transformers cannot build it ({reason(error)})", way_out) from error
 
