@@ -353,9 +353,6 @@ def matrix(errors: dict[str, dict[str, float]]) -> str:
             _table(errors, part.with_experts, list(part.everywhere_experts), kinds[1], part.experts),
         ]
         text += [title, tables[0], "With experts, and adapters on them:", tables[1]]
-        for words, (proved, _) in zip(("dense families", "families with experts"), _proved(part, errors), strict=True):
-            line = f"The {len(proved)} {words}: {', '.join(proved)}."
-            text.append(textwrap.fill(line, width=120, break_on_hyphens=False))
     return "\n\n".join(filter(None, text)) + "\n"
 
 
