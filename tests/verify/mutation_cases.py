@@ -11,7 +11,22 @@ from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.options import DROPOUT
 from meshlora_ground.objectives.policies import Grpo
-from tests.verify.diagnoses import EVALUATION, FIRST_ATTENTION, LACKING, LAST_MLP, LOSS, OWN_PART, SEEN
+from tests.verify.diagnoses import (
+    EVALUATION,
+    FIRST_ATTENTION,
+    FIRST_O,
+    FIRST_Q,
+    FIRST_Q_A,
+    LACKING,
+    LAST_ATTENTION,
+    LAST_DOWN_B,
+    LAST_EXPERT,
+    LAST_MLP,
+    LOSS,
+    OWN_PART,
+    OWN_WEIGHTS,
+    SEEN,
+)
 from tests.verify.run_cases import RUNS, needing
 
 _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
@@ -26,11 +41,7 @@ _ON_EMBEDDING = {
     "target_modules": ["embed_tokens", "q_proj", "down_proj"],
     "modules_to_save": ["model.norm", "input_layernorm"],
 }
-_SHARED = {
-    **_ALL,
-    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
-    "share_experts": True,
-}
+_SHARED = {**_ALL, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "share_experts": True}
 _TEXT = "model.language_model.layers"
 _GPT2_BLOCK = "transformer.h.0"
 _DELTA_NET, _MAMBA = "model.layers.0.linear_attn", "model.layers.0.mamba"
@@ -58,13 +69,7 @@ _EVERYTHING = Grpo(
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a block that mixes tokens and is kept whole": (
         {"family": "doge", "topologies": ("tp=2,sp",)},
-        {
-            "whole_region_sees_its_slice": (
-                "forward",
-                f"{FIRST_ATTENTION}.q_proj",
-                "saw only its rank's slice of the tokens",
-            )
-        },
+        {"whole_region_sees_its_slice": ("forward", FIRST_Q, "saw only its rank's slice of the tokens")},
     ),
     "a delta net with more value heads than key heads": (
         {"family": "qwen3_next", "topologies": ("tp=2,sp",)},
@@ -105,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
                 "model.layers.0.mlp.gate_up_proj.lora_B",
                 "rows of it that the base's rows do not go with",
             ),
-            "fused_base_cut_as_one_matrix": ("forward", f"{FIRST_ATTENTION}.o_proj", "heads of q, k and v"),
+            "fused_base_cut_as_one_matrix": ("forward", FIRST_O, "heads of q, k and v"),
             "fused_b_cut_as_one_matrix": ("loaded_adapter", f"{_QKV}.lora_B", "in the order of the ranks"),
         },
     ),
@@ -123,17 +128,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "an adapter that tokens invoke": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _INVOKED},
         {
-            "invoked_after_the_first_token": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_after_the_first_token": ("forward", FIRST_Q, ""),
             "invoked_from_the_first_occurrence": ("loss", "loss of step 2", ""),
-            "invoked_everywhere": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "invoked_by_the_neighbours_row": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "invoked_by_the_first_token_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "invoked_without_dropout": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_everywhere": ("forward", FIRST_Q, ""),
+            "invoked_by_the_neighbours_row": ("forward", FIRST_Q, ""),
+            "invoked_by_the_first_token_alone": ("forward", FIRST_Q, ""),
+            "invoked_without_dropout": ("forward", FIRST_Q, ""),
         },
     ),
     "an adapter that tokens invoke, in packed rows": (
         {"family": "llama", "topologies": ("dp=2",), "lora": _INVOKED, "packing": True},
-        {"invoked_by_the_row_not_the_sequence": ("forward", f"{FIRST_ATTENTION}.q_proj", "")},
+        {"invoked_by_the_row_not_the_sequence": ("forward", FIRST_Q, "")},
     ),
     "heads that several ranks hold": (
         {
@@ -143,10 +148,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "lora": _ALL | {"use_dora": True},
         },
         {
-            "kv_head_of_another_rank": ("forward", f"{FIRST_ATTENTION}.o_proj", "heads of q, k and v"),
+            "kv_head_of_another_rank": ("forward", FIRST_O, "heads of q, k and v"),
             "kv_replicas_not_summed": (
                 "gradients",
-                "model.layers.1.self_attn.v_proj.lora_magnitude_vector",
+                f"{LAST_ATTENTION}.v_proj.lora_magnitude_vector",
                 "not summed over the tp ranks that hold it",
             ),
             "kv_replicas_counted_in_norm": ("grad_norm", "norm of step 1", "rows that several of them hold"),
@@ -169,15 +174,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "smoothed_over_local_vocabulary": ("loss", "loss of step 1", "ranks have different losses"),
             "label_smoothing_ignored": ("loss", "loss of step 1", "smoothing"),
             "evaluation_smoothed": EVALUATION,
-            "schedule_taken_for_linear": (
-                "deltas",
-                f"{FIRST_ATTENTION}.q_proj.lora_A",
-                "rate of step 3 is 0.00767, not 0.00825",
-            ),
-            "schedule_to_zero": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rate of step 3 is 0.0075, not 0.00825"),
-            "lora_plus_ratio_ignored": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rates of its groups"),
-            "dora_norm_over_local_slice": ("forward", f"{FIRST_ATTENTION}.o_proj", "DoRA's norm"),
-            "dora_norm_of_base_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", "DoRA's norm"),
+            "schedule_taken_for_linear": ("deltas", FIRST_Q_A, "rate of step 3 is 0.00767, not 0.00825"),
+            "schedule_to_zero": ("deltas", FIRST_Q_A, "rate of step 3 is 0.0075, not 0.00825"),
+            "lora_plus_ratio_ignored": ("deltas", FIRST_Q_A, "rates of its groups"),
+            "dora_norm_over_local_slice": ("forward", FIRST_O, "DoRA's norm"),
+            "dora_norm_of_base_alone": ("forward", FIRST_Q, "DoRA's norm"),
             "row_magnitude_of_one_rank": (
                 "gradients",
                 f"{LAST_MLP}.down_proj.lora_magnitude_vector",
@@ -189,14 +190,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ALL | {"use_dora": True, "lora_dropout": 0.1}},
         dict.fromkeys(
             ("dora_scales_the_base_without_dropout", "dora_draws_anew_for_the_base", "dora_drops_all_of_the_base"),
-            ("forward", f"{FIRST_ATTENTION}.q_proj", "dropout"),
+            ("forward", FIRST_Q, "dropout"),
         ),
     ),
     "biases of B": (
         {"family": "qwen2", "topologies": ("tp=2",), "lora": _ALL | {"lora_bias": True}},
         {
-            "bias_of_b_added_on_each_rank": ("forward", f"{FIRST_ATTENTION}.o_proj", "bias of a row-parallel linear"),
-            "bias_of_b_not_scaled": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "bias_of_b_added_on_each_rank": ("forward", FIRST_O, "bias of a row-parallel linear"),
+            "bias_of_b_not_scaled": ("forward", FIRST_Q, ""),
             "row_bias_of_b_of_one_rank": (
                 "gradients",
                 f"{LAST_MLP}.down_proj.lora_B.bias",
@@ -211,7 +212,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "wide_norm_over_local_width": ("forward", f"{FIRST_ATTENTION}.q_norm", "rank's part of the width"),
             "wide_norm_gradient_not_reduced": (
                 "backward",
-                "model.layers.1.self_attn.k_proj",
+                f"{LAST_ATTENTION}.k_proj",
                 "backward of model.layers.1.self_attn.k_norm",
             ),
         },
@@ -235,9 +236,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "stage_gradient_of_first_micro_batch_alone": ("backward", "model.layers.0", ""),
             "norm_of_one_stage": ("grad_norm", "norm of step 1", ""),
             "loss_counted_on_every_stage": LOSS,
-            "other_stages_missing_in_file": ("saved_file", "model.layers.1.self_attn.q_proj.lora_A", ""),
+            "other_stages_missing_in_file": ("saved_file", f"{LAST_ATTENTION}.q_proj.lora_A", ""),
             "last_layer_without_an_adapter": ("fresh_adapter", f"{LAST_MLP}.down_proj.lora_A", ""),
-            "earlier_micro_batches_dropped": ("gradients", f"{LAST_MLP}.down_proj.lora_B", ""),
+            "earlier_micro_batches_dropped": ("gradients", LAST_DOWN_B, ""),
         },
     ),
     "inputs of each layer, experts beside its MLP, keys of an earlier layer": (
@@ -247,14 +248,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "second_input_gradient_not_gathered": ("backward", "model.per_layer_projection_norm", ""),
             "router_beside_mlp_reads_other_tokens": ("forward", "model.layers.0.router.norm", ""),
             "shared_keys_of_the_neighbour": ("forward", "model.layers.2.self_attn.o_proj", ""),
-            "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
+            "shared_keys_without_gradient": ("backward", f"{LAST_ATTENTION}.v_norm", ""),
         },
     ),
     "inputs of each layer, and keys of an earlier layer, over cp": (
         {"family": "gemma4_text", "topologies": ("cp=2",)},
         {
             "context_second_input_of_the_first_tokens": ("forward", "model.layers.0.per_layer_projection", ""),
-            "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
+            "shared_keys_without_gradient": ("backward", f"{LAST_ATTENTION}.v_norm", ""),
         },
     ),
     "inputs of each layer, over stages": (
@@ -269,12 +270,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "experts_first_a_not_summed_over_etp": (
                 "gradients",
-                f"{LAST_MLP}.experts.7.gate_up_proj.lora_A",
+                f"{LAST_EXPERT}.gate_up_proj.lora_A",
                 "A of the experts' first projections is not summed over etp",
             ),
             "experts_second_b_not_summed_over_etp": (
                 "gradients",
-                f"{LAST_MLP}.experts.7.down_proj.lora_B",
+                f"{LAST_EXPERT}.down_proj.lora_B",
                 "B of the experts' second projections is not summed over etp",
             ),
             "experts_reduced_twice": ("forward", f"{LAST_MLP}.experts", "output is summed over etp twice"),
@@ -285,7 +286,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "experts_not_summed_over_edp": (
                 "gradients",
-                f"{LAST_MLP}.experts.7.gate_up_proj.lora_B",
+                f"{LAST_EXPERT}.gate_up_proj.lora_B",
                 "is not summed over edp",
             ),
             "experts_norm_counted_per_rank": ("grad_norm", "norm of step 1", "their norm is not"),
@@ -338,13 +339,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "experts whose copies are not those of attention": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp",)},
-        {
-            "experts_summed_over_dense_dp": (
-                "gradients",
-                f"{LAST_MLP}.experts.7.gate_up_proj.lora_B",
-                "is not summed over edp",
-            )
-        },
+        {"experts_summed_over_dense_dp": ("gradients", f"{LAST_EXPERT}.gate_up_proj.lora_B", "is not summed over edp")},
     ),
     "a clipped policy gradient, held to the base": (
         {"family": "qwen3", "objective": PROVED["policy"], "topologies": ("dp=2",)},
@@ -396,9 +391,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "packing_left_out": ("sequences", "packed rows", "a row of its own"),
             "packing_positions_run_on": ("sequences", "sequence 0", "takes other sequences"),
-            "packing_seen_across": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
+            "packing_seen_across": ("forward", FIRST_O, "which tokens see each other"),
             "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),
-            "packing_cut_a_token_late": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
+            "packing_cut_a_token_late": ("forward", FIRST_O, "which tokens see each other"),
             "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
             "packing_first_tokens_trained": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
         },
@@ -544,9 +539,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "lora": _ALL | {"exclude_modules": ["pooler.dense"]},
         },
         dict.fromkeys(needing("embed"), LOSS)
-        | {
-            "embed_gradient_of_others_lost": ("backward", "encoder", "from the loss on"),
-        },
+        | {"embed_gradient_of_others_lost": ("backward", "encoder", "from the loss on")},
     ),
     "answers that were liked or not": (
         {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",), "default_dropout": DROPOUT},
@@ -579,14 +572,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "a start that looks at data": (
         {"family": "llama", "topologies": ("tp=2",), "lora": {**_ALL, "r": 8, "init_lora_weights": "eva"}},
-        dict.fromkeys(needing("eva"), ("eva", f"{FIRST_ATTENTION}.q_proj", "the start is that of other data"))
-        | {"eva_features_of_one_rank": ("eva", f"{FIRST_ATTENTION}.o_proj", "of a part of their features")},
+        dict.fromkeys(needing("eva"), ("eva", FIRST_Q, "the start is that of other data"))
+        | {"eva_features_of_one_rank": ("eva", FIRST_O, "of a part of their features")},
     ),
     "moments in 8 bits": (
         {"family": "llama", "topologies": ("tp=2,sp",), "optimizer": "adamw_8bit"},
-        dict.fromkeys(
-            needing("adamw_8bit"), ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "what the optimizer makes of them")
-        ),
+        dict.fromkeys(needing("adamw_8bit"), ("deltas", FIRST_Q_A, "what the optimizer makes of them")),
     ),
     "LoRA-FA": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ALL, "optimizer": "lora_fa", "steps": 2},
@@ -607,9 +598,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "keys and values that pass by": (
         {"family": "llama", "topologies": ("cp=3,ring",)},
         {
-            "ring_parts_of_own_tokens": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
-            "ring_parts_added_up": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
-            "ring_gradients_of_own_queries": ("backward", "model.layers.1.self_attn.v_proj", ""),
+            "ring_parts_of_own_tokens": ("forward", FIRST_O, ""),
+            "ring_parts_added_up": ("forward", FIRST_O, ""),
+            "ring_gradients_of_own_queries": ("backward", f"{LAST_ATTENTION}.v_proj", ""),
         },
     ),
     "layers that run twice, their attention once": (
@@ -626,20 +617,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "scores with soft caps, of keys and values that pass by": (
         {"family": "gemma2", "topologies": ("cp=2,ring",)},
-        {"ring_last_queries_left_out": ("forward", f"{FIRST_ATTENTION}.o_proj", "")},
+        {"ring_last_queries_left_out": ("forward", FIRST_O, "")},
     ),
     "a frozen base in few bits": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "fp8"},
-        {
-            "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "quantized_scale_off_by_a_power": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-        },
+        {"quantized_scale_of_neighbour": OWN_WEIGHTS, "quantized_scale_off_by_a_power": OWN_WEIGHTS},
     ),
     "experts in few bits": (
         {"family": "gpt_oss", "topologies": ("tp=2",), "quantization": "mxfp4"},
         {
-            "quantized_blocks_straddle": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "quantized_codes_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_blocks_straddle": ("forward", FIRST_Q, ""),
+            "quantized_codes_of_neighbour": OWN_WEIGHTS,
             "quantized_halves_swapped": ("loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", ""),
             "quantized_expert_transposed": ("forward", "model.layers.0.mlp.experts", ""),
         },
@@ -647,26 +635,26 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "experts in few bits, with a factor a matrix": (
         {"family": "qwen3_moe", "topologies": ("tp=2",), "quantization": "nvfp4"},
         {
-            "nvfp4_scale_as_exponent": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "nvfp4_factor_divides": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "nvfp4_scale_as_exponent": OWN_WEIGHTS,
+            "nvfp4_factor_divides": OWN_WEIGHTS,
             "nvfp4_factor_of_another_expert": ("forward", "model.layers.0.mlp.experts", ""),
         },
     ),
     "integers of GPTQ, in the order of activations": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "gptq"},
         {
-            "ints_in_the_order_of_another_format": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "ints_zeros_off_by_one": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "ints_zero_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "ints_order_ignored": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "ints_order_of_the_first_inputs": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
+            "ints_in_the_order_of_another_format": OWN_WEIGHTS,
+            "ints_zeros_off_by_one": OWN_WEIGHTS,
+            "ints_zero_of_neighbour": OWN_WEIGHTS,
+            "ints_order_ignored": OWN_WEIGHTS,
+            "ints_order_of_the_first_inputs": ("forward", FIRST_O, ""),
         },
     ),
     "integers of AWQ": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "awq"},
         {
             "quantized_halves_swapped": ("loaded_adapter", f"{FIRST_ATTENTION}.o_proj.lora_A", ""),
-            "quantized_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_scale_of_neighbour": OWN_WEIGHTS,
         },
     ),
     "a frozen base in few bits, on whole matrices": (
@@ -677,18 +665,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
                 f"{LAST_MLP}.up_proj",
                 "the backward of what this module's",
             ),
-            "quantized_parts_by_first_scales": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "quantized_parts_by_first_scales": OWN_WEIGHTS,
         },
     ),
     "products in float8": (
         {"family": "llama", "topologies": ("dp=2",), "compute": "fp8"},
         {
-            "float8_weights_off_by_a_power": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
-            "float8_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "float8_scale_of_last_call": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "float8_largest_saturates": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "float8_with_two_bits_of_mantissa": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
-            "float8_low_rank_path_rounded": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
+            "float8_weights_off_by_a_power": OWN_WEIGHTS,
+            "float8_scale_of_neighbour": ("forward", FIRST_Q, ""),
+            "float8_scale_of_last_call": ("forward", FIRST_Q, ""),
+            "float8_largest_saturates": ("forward", FIRST_Q, ""),
+            "float8_with_two_bits_of_mantissa": ("forward", FIRST_Q, ""),
+            "float8_low_rank_path_rounded": ("forward", FIRST_O, ""),
             "float8_other_scales_in_backward": ("backward", f"{LAST_MLP}.up_proj", ""),
             "float8_gradients_not_rounded": ("backward", f"{LAST_MLP}.up_proj", ""),
         },
@@ -700,16 +688,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "products of a base that is stored in float8": (
         {"family": "llama", "topologies": ("dp=2",), "quantization": "fp8", "compute": "fp8"},
         {
-            "float8_stored_rounded_again": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "float8_stored_rounded_again": OWN_WEIGHTS,
             "float8_stored_backward_of_neighbour": ("backward", f"{LAST_MLP}.up_proj", ""),
         },
     ),
     "a frozen base that is sharded over dp": (
         {"family": "llama", "topologies": ("dp=2,dp_shard",)},
         {
-            "dp_shards_gathered_in_reverse": ("forward", f"{FIRST_ATTENTION}.q_proj", "gathered over dp"),
+            "dp_shards_gathered_in_reverse": ("forward", FIRST_Q, "gathered over dp"),
             "dp_shard_stale_in_backward": ("backward", "model.layers.0.mlp.up_proj", "gathered for it over dp"),
-            "dp_shard_of_another_layer": ("forward", "model.layers.1.self_attn.q_proj", "gathered over dp"),
+            "dp_shard_of_another_layer": ("forward", f"{LAST_ATTENTION}.q_proj", "gathered over dp"),
         },
     ),
     "an adapter on the embedding, norms that are trained": (
@@ -752,21 +740,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "context_order_not_undone": SEEN,
             "context_first_key_left_out": SEEN,
             "context_positions_begin_again": SEEN,
-            "context_key_gradients_not_summed": ("backward", "model.layers.1.self_attn.v_proj", LACKING),
+            "context_key_gradients_not_summed": ("backward", f"{LAST_ATTENTION}.v_proj", LACKING),
             "context_keys_and_values_gathered_apart": (
                 "collectives",
                 "backward reducescatter",
                 "the backward communicates more than once for the keys and values",
             ),
             "context_cut_in_one_piece": ("forward", "model.layers.0.input_layernorm", "the cut over cp"),
-            "context_dropout_of_the_first_tokens": ("forward", f"{FIRST_ATTENTION}.q_proj", "drops other elements"),
+            "context_dropout_of_the_first_tokens": ("forward", FIRST_Q, "drops other elements"),
             "context_rows_cut_to_a_multiple": ("sequences", "sequence 2", "other tokens of them"),
             "context_label_lost_at_a_cut": ("sequences", "tokens of step 1", "shifted after the tokens were split"),
             "context_label_twice_at_a_cut": ("loss", "loss of step 1", "other labels"),
             "context_tokens_counted_on_each_rank": ("sequences", "tokens of step 1", "of a rank twice"),
-            "context_gradients_not_summed": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "is not summed over cp"),
-            "context_gradients_summed_twice": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "summed over cp twice"),
-            "dp_mean_of_means": ("gradients", f"{LAST_MLP}.down_proj.lora_B", "the ranks of cp are weighed unequally"),
+            "context_gradients_not_summed": ("gradients", LAST_DOWN_B, "is not summed over cp"),
+            "context_gradients_summed_twice": ("gradients", LAST_DOWN_B, "summed over cp twice"),
+            "dp_mean_of_means": ("gradients", LAST_DOWN_B, "the ranks of cp are weighed unequally"),
             "tokens_of_one_rank_reported": ("loss", "loss of step 1", "reports the mean of its own tokens"),
         },
     ),
@@ -782,7 +770,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "default_dropout": DROPOUT,
             "micro_batch_size": 1,
         },
-        {"context_tokens_taken_for_pooled": ("forward", f"{FIRST_ATTENTION}.q_proj", "drops other elements")},
+        {"context_tokens_taken_for_pooled": ("forward", FIRST_Q, "drops other elements")},
     ),
     "pairs of answers that are cut over cp": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("cp=2",)},
@@ -802,7 +790,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "keys from a cache, and those of an indexer": (
         {"family": "deepseek_v32", "topologies": ("cp=2",)},
         {
-            "context_cached_key_gradients_not_summed": ("backward", "model.layers.1.self_attn.kv_a_layernorm", LACKING),
+            "context_cached_key_gradients_not_summed": ("backward", f"{LAST_ATTENTION}.kv_a_layernorm", LACKING),
             "context_cached_mask_of_rank_0": SEEN,
             "context_indexer_keys_of_own_tokens": SEEN,
         },
@@ -813,13 +801,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "an attention that numbers tokens": (
         {"family": "llama4_text", "topologies": ("cp=2",)},
-        {
-            "context_numbers_begin_again": (
-                "forward",
-                "model.layers.1.self_attn.o_proj",
-                "positions, or which tokens see",
-            )
-        },
+        {"context_numbers_begin_again": ("forward", f"{LAST_ATTENTION}.o_proj", "positions, or which tokens see")},
     ),
     "states of earlier blocks": (
         {"family": "inkling2_text", "topologies": ("tp=2,sp",)},

@@ -6,6 +6,7 @@ from typing import Any
 
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.options import DROPOUT
+from tests.verify.diagnoses import FIRST_Q, FIRST_Q_A, LAST_DOWN_B
 
 
 def needing(word: str) -> list[str]:
@@ -14,24 +15,23 @@ def needing(word: str) -> list[str]:
 
 
 _DORA = {"r": 4, "lora_alpha": 6, "use_dora": True, "target_modules": ["q_proj", "o_proj", "up_proj", "down_proj"]}
-_FIRST = "model.layers.0.self_attn.q_proj"
-_LAST_MLP = "model.layers.1.mlp"
-_MOMENTS = ("deltas", f"{_FIRST}.lora_A", "what the optimizer makes of them")
+_ALONE = "what one adapter alone has"
+_MOMENTS = ("deltas", FIRST_Q_A, "what the optimizer makes of them")
 RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a run that is stopped and goes on": (
         {"family": "llama", "topologies": ("tp=2,sp",), "resume": True, "default_dropout": DROPOUT},
         dict.fromkeys(needing("resume"), _MOMENTS)
         | {
             "masks_begin_again": ("loss", "loss of step 3", "masks of another step"),
-            "moments_of_another_rank": ("deltas", f"{_FIRST}.lora_B", "what the optimizer makes of them"),
-            "resumed_one_step_late": ("deltas", f"{_FIRST}.lora_A", "2 optimizer steps were taken, not 3"),
-            "order_begins_again": ("deltas", f"{_FIRST}.lora_A", "later ones take other sequences"),
-            "schedule_begins_again": ("deltas", f"{_FIRST}.lora_A", "learning rate of step 3 is 0.01, not 0.005"),
+            "moments_of_another_rank": ("deltas", f"{FIRST_Q}.lora_B", "what the optimizer makes of them"),
+            "resumed_one_step_late": ("deltas", FIRST_Q_A, "2 optimizer steps were taken, not 3"),
+            "order_begins_again": ("deltas", FIRST_Q_A, "later ones take other sequences"),
+            "schedule_begins_again": ("deltas", FIRST_Q_A, "learning rate of step 3 is 0.01, not 0.005"),
         },
     ),
     "five micro-batches a step": (
         {"family": "llama", "topologies": ("tp=2",), "micro_batch_size": 1},
-        {"fourth_micro_batch_dropped": ("gradients", f"{_LAST_MLP}.down_proj.lora_B", "")},
+        {"fourth_micro_batch_dropped": ("gradients", LAST_DOWN_B, "")},
     ),
     "one micro-batch a step": (
         {"family": "qwen3_moe", "topologies": ("dp=2",), "micro_batch_size": 5},
@@ -40,26 +40,10 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "several adapters at once": (
         {"family": "llama", "topologies": ("tp=2,sp",), "adapters": 3, "default_dropout": DROPOUT},
         {
-            "adapters_divided_by_tokens_of_all": (
-                "adapters",
-                "adapter-1: model.layers.1.mlp.down_proj.lora_A",
-                "what one adapter alone has",
-            ),
-            "adapters_clipped_as_the_next": (
-                "adapters",
-                "adapter-1: model.layers.0.mlp.down_proj.lora_A",
-                "what one adapter alone has",
-            ),
-            "adapters_gradients_kept": (
-                "adapters",
-                "adapter-1: model.layers.0.self_attn.q_proj.lora_A",
-                "what one adapter alone has",
-            ),
-            "adapters_dropped_as_the_first": (
-                "adapters",
-                "adapter-2: model.layers.0.self_attn.o_proj.lora_A",
-                "what one adapter alone has",
-            ),
+            "adapters_divided_by_tokens_of_all": ("adapters", "adapter-1: model.layers.1.mlp.down_proj.lora_A", _ALONE),
+            "adapters_clipped_as_the_next": ("adapters", "adapter-1: model.layers.0.mlp.down_proj.lora_A", _ALONE),
+            "adapters_gradients_kept": ("adapters", "adapter-1: model.layers.0.self_attn.q_proj.lora_A", _ALONE),
+            "adapters_dropped_as_the_first": ("adapters", "adapter-2: model.layers.0.self_attn.o_proj.lora_A", _ALONE),
         },
     ),
     "several adapters on experts": (
@@ -68,8 +52,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "adapters_exchanged_at_experts": (
                 "adapters",
                 "adapter-1: model.layers.1.mlp.experts.base_layer.lora_A",
-                "what one adapter alone has",
-            ),
+                _ALONE,
+            )
         },
     ),
     "several adapters with DoRA": (
@@ -78,8 +62,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "adapters_scaled_by_the_norm_of_the_first": (
                 "adapters",
                 "adapter-2: model.layers.0.self_attn.o_proj.lora_A",
-                "what one adapter alone has",
-            ),
+                _ALONE,
+            )
         },
     ),
 }
