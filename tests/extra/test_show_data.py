@@ -21,7 +21,6 @@ from meshlora_ground.console import Console
 from tests.unit.mistakes import Setup
 from tests.unit.records import END, MARKED, TWO_TURNS, chat, make_tokenizer, pair
 from tests.unit.test_data_turns import PROMPTS_THOUGHT
-from tests.unit.test_options import prepared
 
 
 def test_trained_parts_are_marked_and_numbers_are_those_of_the_run(
@@ -31,7 +30,7 @@ def test_trained_parts_are_marked_and_numbers_are_those_of_the_run(
         {"prompt": "def f():", "completion": " return \u001b[31mf"},
         {"prompt": "def g():", "completion": " return g" * 90},
     )
-    run = prepared(setup, data__too_long="drop").train_data
+    run = setup.prepared(data__too_long="drop").train_data
     files = [str(tmp_path / "numbers.json"), str(tmp_path / "lengths.png")]
     main(["data", str(setup.folder / "run.yaml"), "--show", "3", "--json", files[0], "--plot", files[1]])
     printed = capsys.readouterr().out

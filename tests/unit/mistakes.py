@@ -17,8 +17,12 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from meshlora.cli.main import main
+from meshlora.run.config.file import read_run
+from meshlora.run.prepared import Prepared
+from meshlora.run.together import prepare_run
 from meshlora_ground.errors import printable
 from meshlora_judge.twin import twin_config
 
@@ -93,6 +97,13 @@ class Setup:
     def write(self) -> None:
         text = yaml.safe_dump(self.tree) if self.text is None else self.text
         (self.folder / "run.yaml").write_text(text)
+
+    def prepared(self, **options: object) -> Prepared:
+        """The run with these options, as in `data__max_length=12`."""
+        for name, value in options.items():
+            self.set(name.replace("__", "."), value)
+        self.write()
+        return prepare_run(read_run(self.folder / "run.yaml"))
 
     def command_lines(self) -> list[list[str]]:
         if self.command is not None:
@@ -194,6 +205,11 @@ def one_error(out: str, err: str) -> str:
     assert len(err) <= 2_000
     assert err == printable(err), "a terminal would obey it"
     return err.removeprefix("error: ")
+
+
+def texts_of(run: Prepared, data: Any) -> list[str]:
+    tokenizer = AutoTokenizer.from_pretrained(run.config.model.path)
+    return [tokenizer.decode(one.input_ids, skip_special_tokens=True) for one in data]
 
 
 def assert_words(message: str, words: tuple[str, ...]) -> None:

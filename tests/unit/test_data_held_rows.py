@@ -12,7 +12,6 @@ import pytest
 from meshlora.cli.main import main
 from meshlora.reading.held_rows import held_rows, split_off
 from meshlora.run.config.file import read_run, read_runs
-from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run, prepare_runs
 from meshlora_ground.dataset import TokenizedDataset
@@ -32,13 +31,6 @@ def dataset(*rows: str, **more: Any) -> TokenizedDataset:
 
 def names(*numbers: int, file: str = "a") -> list[str]:
     return [f"{file}:{number}" for number in numbers]
-
-
-def run_of(setup: Setup, **options: object) -> Prepared:
-    for name, value in options.items():
-        setup.set(name.replace("__", "."), value)
-    setup.write()
-    return prepare_run(read_run(setup.folder / "run.yaml"))
 
 
 def words_of(data: TokenizedDataset | None) -> list[list[int]]:
@@ -161,19 +153,19 @@ def test_nothing_left_to_train_is_refused() -> None:
 
 @for_each("options", [{}, {"data__too_long": "split", "data__max_length": 24}], ["plain", "windows"])
 def test_rows_are_those_of_one_process_on_every_mesh(setup: Setup, options: dict[str, Any]) -> None:
-    whole = run_of(setup, data__eval=None, train__seed=0, **options)
-    run = run_of(setup, data__eval=0.25, **options)
+    whole = setup.prepared(data__eval=None, train__seed=0, **options)
+    run = setup.prepared(data__eval=0.25, **options)
     assert sorted(words_of(run.train_data) + words_of(run.eval_data)) == sorted(words_of(whole.train_data))
     for topology in ("dp=2,tp=2", "tp=2,sp", "cp=2"):
-        other = run_of(setup, topology=topology)
+        other = setup.prepared(topology=topology)
         assert words_of(other.eval_data) == words_of(run.eval_data)
         assert words_of(other.train_data) == words_of(run.train_data)
         assert {**other.identity} == {**run.identity}
-    assert words_of(run_of(setup, train__seed=3).eval_data) != words_of(run.eval_data)
+    assert words_of(setup.prepared(train__seed=3).eval_data) != words_of(run.eval_data)
 
 
 def test_another_split_is_other_data_for_a_run_that_resumes(setup: Setup) -> None:
-    run = run_of(setup, data__eval=0.25)
+    run = setup.prepared(data__eval=0.25)
     save_steps(setup.folder / "output", 2, steps=4, identity=run.identity)
     for changed in ({"data__eval": 0.5}, {"data__eval": str(setup.folder / "train.jsonl")}):
         for name, value in changed.items():
@@ -184,7 +176,7 @@ def test_another_split_is_other_data_for_a_run_that_resumes(setup: Setup) -> Non
 
 
 def test_each_adapter_has_a_split_of_its_own_seed(setup: Setup) -> None:
-    alone = {seed: words_of(run_of(setup, data__eval=0.25, train__seed=seed).eval_data) for seed in (0, 1)}
+    alone = {seed: words_of(setup.prepared(data__eval=0.25, train__seed=seed).eval_data) for seed in (0, 1)}
     setup.set("adapters", {"one": {"train": {"seed": 0}}, "other": {"train": {"seed": 1}}})
     setup.write()
     runs = prepare_runs(read_runs(setup.folder / "run.yaml"))
@@ -197,7 +189,7 @@ def test_sources_with_weights_are_drawn_without_their_held_out_rows(setup: Setup
         rows = [json.dumps({"text": f"{name} {index}"}) + "\n" for index in range(number)]
         (setup.folder / f"{name}.jsonl").write_text("".join(rows))
     sources = [{"path": str(setup.folder / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
-    run = run_of(setup, data__train=sources, data__eval=3)
+    run = setup.prepared(data__train=sources, data__eval=3)
     assert run.train_data.parts == ((6, 1.0), (3, 1.0))
     assert run.eval_data is not None
     assert (run.eval_data.num_examples, run.eval_data.parts) == (3, ())
@@ -219,11 +211,11 @@ def test_sources_with_weights_are_drawn_without_their_held_out_rows(setup: Setup
 def test_what_cannot_be_held_out_is_refused(setup: Setup, options: dict[str, Any], words: str) -> None:
     nothing: dict[str, Any] = {"data__streaming": False, "data__eval_categories": "all"}
     with pytest.raises(UserError, match=words):
-        run_of(setup, **nothing | options)
+        setup.prepared(**nothing | options)
 
 
 def test_samples_continue_prompts_that_are_held_out(setup: Setup) -> None:
-    run = run_of(setup, data__eval=2, train__sample_every=2)
+    run = setup.prepared(data__eval=2, train__sample_every=2)
     assert run.samples is not None
     lines = [json.loads(line) for line in (setup.folder / "train.jsonl").read_text().splitlines()]
     tokens = {line["prompt"]: index for index, line in enumerate(lines)}
@@ -235,7 +227,7 @@ def test_samples_continue_prompts_that_are_held_out(setup: Setup) -> None:
 
 
 def test_data_shows_each_side(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
-    run_of(setup, data__eval=0.25)
+    setup.prepared(data__eval=0.25)
     numbers = []
     for words in ([], ["--eval"]):
         out = setup.folder / "numbers.json"
@@ -249,12 +241,12 @@ def test_evaluate_scores_the_rows_that_its_run_held_out_and_no_others(
     setup: Setup, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = setup.folder / "result.json"
-    run = run_of(setup, data__eval=2)
+    run = setup.prepared(data__eval=2)
     evaluate = ["evaluate", str(setup.folder / "run.yaml"), "--json", str(out)]
     assert main([*evaluate, "--base"]) == 0
     by_share = json.loads(out.read_text())
     lines = (setup.folder / "train.jsonl").read_text().splitlines()
-    tokens = words_of(run_of(setup, data__eval=None).train_data)
+    tokens = words_of(setup.prepared(data__eval=None).train_data)
     held = [line for line, own in zip(lines, tokens, strict=True) if own in words_of(run.eval_data)]
     (setup.folder / "held.jsonl").write_text("\n".join(held))
     assert main([*evaluate, "--base", "--data", str(setup.folder / "held.jsonl")]) == 0
@@ -266,7 +258,7 @@ def test_evaluate_scores_the_rows_that_its_run_held_out_and_no_others(
 def test_evaluate_refuses_a_split_that_its_run_has_not_held_out(
     setup: Setup, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    train({"": run_of(setup, data__eval=2, train__steps=1, train__batch_size=2, topology="")})
+    train({"": setup.prepared(data__eval=2, train__steps=1, train__batch_size=2, topology="")})
     file = str(setup.folder / "run.yaml")
     assert main(["evaluate", file]) == 0
     capfd.readouterr()

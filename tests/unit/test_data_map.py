@@ -20,7 +20,7 @@ from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
-from tests.unit.mistakes import Setup
+from tests.unit.mistakes import Setup, texts_of
 
 MAP = """
 def rows(row):
@@ -41,37 +41,27 @@ def run_of(setup: Setup, expression: str = "row", **options: object) -> Prepared
     (setup.folder / "own.py").write_text(MAP.replace("EXPRESSION", expression))
     setup.set("data.eval", None)
     setup.set("data.map", f"{setup.folder / 'own.py'}:rows")
-    for name, value in options.items():
-        setup.set(name.replace("__", "."), value)
-    setup.write()
-    return prepare_run(read_run(setup.folder / "run.yaml"))
-
-
-def said(run: Prepared, data: Any) -> list[str]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run.config.model.path)
-    return [tokenizer.decode(one.input_ids, skip_special_tokens=True) for one in data]
+    return setup.prepared(**options)
 
 
 def test_rows_are_what_the_function_makes_of_each(setup: Setup) -> None:
     run = run_of(setup)
-    assert said(run, run.train_data) == ["row 0", "row 2 one", "row 2 two", "row 3", "row 4", "row 5"]
+    assert texts_of(run, run.train_data) == ["row 0", "row 2 one", "row 2 two", "row 3", "row 4", "row 5"]
     few = run_of(setup, data__max_samples=3)
-    assert said(few, few.train_data) == ["row 0", "row 2 one", "row 2 two"], "of the rows that are read"
+    assert texts_of(few, few.train_data) == ["row 0", "row 2 one", "row 2 two"], "of the rows that are read"
 
 
 def test_all_columns_of_a_table_are_given(setup: Setup) -> None:
     (setup.folder / "table.csv").write_text("number,words\n7,row 7\n1,row 1\n")
     (setup.folder / "by.py").write_text("def rows(row):\n    return {'text': row['words'] + row['number']}\n")
     run = run_of(setup, data__train=str(setup.folder / "table.csv"), data__map=f"{setup.folder / 'by.py'}:rows")
-    assert said(run, run.train_data) == ["row 77", "row 11"]
+    assert texts_of(run, run.train_data) == ["row 77", "row 11"]
 
 
 def test_rows_made_of_one_row_are_held_out_together(setup: Setup) -> None:
     for seed in range(6):
         run = run_of(setup, data__eval=2, train__seed=seed)
-        held, trained = said(run, run.eval_data), said(run, run.train_data)
+        held, trained = texts_of(run, run.eval_data), texts_of(run, run.train_data)
         assert len(held) + len(trained) == 6
         assert ("row 2 one" in held) == ("row 2 two" in held)
 

@@ -14,11 +14,9 @@ import pytest
 from meshlora.reading.row_slices import Chosen, Slice
 from meshlora.reading.sources import read_records
 from meshlora.run.config.file import read_run
-from meshlora.run.prepared import Prepared
-from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
-from tests.unit.mistakes import Setup
+from tests.unit.mistakes import Setup, texts_of
 
 
 def texts(folder: Path, **files: int) -> list[str]:
@@ -31,20 +29,6 @@ def texts(folder: Path, **files: int) -> list[str]:
 
 def read(paths: Any, rows: str, most: int | None = None) -> list[str]:
     return [record.text or "" for record in read_records(Chosen(paths, Slice(rows, most)))]
-
-
-def run_of(setup: Setup, **options: object) -> Prepared:
-    for name, value in options.items():
-        setup.set(name.replace("__", "."), value)
-    setup.write()
-    return prepare_run(read_run(setup.folder / "run.yaml"))
-
-
-def said(run: Prepared, data: Any) -> list[str]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(run.config.model.path)
-    return [tokenizer.decode(one.input_ids, skip_special_tokens=True) for one in data]
 
 
 @for_each("rows", [":", "2:5", ":3", "7:", "-3:", ":-4", ":25%", "25%:", "50%:75%", "33%:66%", "-6:50%", "8:100"])
@@ -94,25 +78,25 @@ def test_what_is_no_slice_is_refused(rows: str) -> None:
 def test_rows_of_a_source_are_those_of_the_run_file(setup: Setup) -> None:
     a, b = texts(setup.folder, a=6, b=4)
     setup.drop("data.eval")
-    run = run_of(setup, data__train=[{"path": a, "rows": "2:4"}, {"path": b, "rows": "50%:"}])
-    assert said(run, run.train_data) == ["a 2", "a 3", "b 2", "b 3"]
-    alone = run_of(setup, data__train={"path": a, "rows": ":2"})
-    assert said(alone, alone.train_data) == ["a 0", "a 1"]
+    run = setup.prepared(data__train=[{"path": a, "rows": "2:4"}, {"path": b, "rows": "50%:"}])
+    assert texts_of(run, run.train_data) == ["a 2", "a 3", "b 2", "b 3"]
+    alone = setup.prepared(data__train={"path": a, "rows": ":2"})
+    assert texts_of(alone, alone.train_data) == ["a 0", "a 1"]
 
 
 def test_at_most_so_many_rows_of_each_source_are_read(setup: Setup) -> None:
     a, b = texts(setup.folder, a=6, b=4)
-    run = run_of(setup, data__train=[a, b], data__eval=b, data__max_samples=2)
-    assert said(run, run.train_data) == ["a 0", "a 1", "b 0", "b 1"]
-    assert said(run, run.eval_data) == ["b 0", "b 1"]
-    run = run_of(setup, data__train=[{"path": [a, b], "rows": "5:"}], data__max_samples=3)
-    assert said(run, run.train_data) == ["a 5", "b 0", "b 1"], "several files of one source"
+    run = setup.prepared(data__train=[a, b], data__eval=b, data__max_samples=2)
+    assert texts_of(run, run.train_data) == ["a 0", "a 1", "b 0", "b 1"]
+    assert texts_of(run, run.eval_data) == ["b 0", "b 1"]
+    run = setup.prepared(data__train=[{"path": [a, b], "rows": "5:"}], data__max_samples=3)
+    assert texts_of(run, run.train_data) == ["a 5", "b 0", "b 1"], "several files of one source"
 
 
 def test_only_the_first_rows_are_streamed(setup: Setup) -> None:
     (a,) = texts(setup.folder, a=6)
-    run = run_of(setup, data__train=a, data__max_samples=4, data__streaming=True)
-    assert said(run, run.train_data) == ["a 0", "a 1", "a 2", "a 3"]
+    run = setup.prepared(data__train=a, data__max_samples=4, data__streaming=True)
+    assert texts_of(run, run.train_data) == ["a 0", "a 1", "a 2", "a 3"]
 
 
 def test_one_source_alone_has_its_own_columns(setup: Setup) -> None:
@@ -120,22 +104,22 @@ def test_one_source_alone_has_its_own_columns(setup: Setup) -> None:
     file.write_bytes(gzip.compress(json.dumps({"question": "a", "answer": " b", "text": "t"}).encode()))
     setup.drop("data.eval")
     own = {"path": str(file), "columns": {"prompt": "question", "completion": "answer"}}
-    run = run_of(setup, data__train=own)
-    assert said(run, run.train_data) == ["a b"]
+    run = setup.prepared(data__train=own)
+    assert texts_of(run, run.train_data) == ["a b"]
 
 
 @for_each("streams", [False, True])
 def test_epochs_have_the_order_of_the_files_where_nothing_is_shuffled(setup: Setup, streams: bool) -> None:
     files = texts(setup.folder, a=5, b=2)
-    run = run_of(
-        setup, data__train=files, data__shuffle=False, data__streaming=streams, train__batch_size=3, train__steps=6
+    run = setup.prepared(
+        data__train=files, data__shuffle=False, data__streaming=streams, train__batch_size=3, train__steps=6
     )
     assert run.batches.steps_per_epoch == 3
     drawn = [run.batches.batch(step) for step in range(6)]
     assert np.concatenate(drawn).tolist() == [*range(7), *range(7)]
     assert [len(batch) for batch in drawn[:3]] == [3, 3, 1]
     assert run.batches.batch(4).tolist() == [3, 4, 5], "as of a run that resumes"
-    shuffled = run_of(setup, data__shuffle=True)
+    shuffled = setup.prepared(data__shuffle=True)
     assert shuffled.identity != run.identity, "a run in another order is another run"
 
 
@@ -143,19 +127,19 @@ def test_sources_with_weights_have_no_order_of_their_own(setup: Setup) -> None:
     files = texts(setup.folder, a=5, b=2)
     sources = [{"path": file, "weight": 1.0} for file in files]
     with pytest.raises(UserError, match=r"data\.shuffle=false with weights of sources: sources with weights are drawn"):
-        run_of(setup, data__train=sources, data__shuffle=False)
+        setup.prepared(data__train=sources, data__shuffle=False)
 
 
 def test_length_is_that_of_the_models_positions(setup: Setup) -> None:
     setup.config(max_position_embeddings=96)
-    run = run_of(setup, data__max_length="model")
+    run = setup.prepared(data__max_length="model")
     assert run.config.data.max_length == 96
     long = {"text": "word " * 300}
     setup.data(long)
-    run = run_of(setup, data__eval=None)
+    run = setup.prepared(data__eval=None)
     assert len(run.train_data[0].input_ids) == 96
     setup.config(max_position_embeddings=48)
-    assert len(run_of(setup).train_data[0].input_ids) == 48, "the cache knows the length"
+    assert len(setup.prepared().train_data[0].input_ids) == 48, "the cache knows the length"
     setup.family("bloom")
     with pytest.raises(
         UserError, match=r"data\.max_length=model: the config\.json of .* has no max_position_embeddings"

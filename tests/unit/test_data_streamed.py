@@ -19,7 +19,6 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.unit.mistakes import Setup
 from tests.unit.records import MARKED, make_tokenizer
-from tests.unit.test_options import prepared
 
 TEXT = "the house is near the river and the city centre "
 
@@ -157,7 +156,7 @@ def test_token_beyond_the_vocabulary_is_named_with_its_record(file: Path) -> Non
 
 def test_run_is_the_one_that_holds_its_records(setup: Setup) -> None:
     """Also for a resume: nothing of its identity says how records were read."""
-    runs: list[Prepared] = [prepared(setup, data__streaming=is_streamed) for is_streamed in (False, True)]
+    runs: list[Prepared] = [setup.prepared(data__streaming=is_streamed) for is_streamed in (False, True)]
     assert runs[0].identity == runs[1].identity
     assert runs[0].train_data.input_ids.tolist() == runs[1].train_data.input_ids.tolist()
     assert [is_in_file(run.train_data.input_ids) for run in runs] == [False, True]

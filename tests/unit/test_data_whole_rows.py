@@ -8,20 +8,10 @@ import pytest
 from trl.data_utils import pack_dataset
 
 from meshlora.reading.whole_rows import best_fit_rows
-from meshlora.run.config.file import read_run
-from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
-from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError
 from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
-
-
-def run_of(setup: Setup, **options: object) -> Prepared:
-    for name, value in options.items():
-        setup.set(name.replace("__", "."), value)
-    setup.write()
-    return prepare_run(read_run(setup.folder / "run.yaml"))
 
 
 def test_rows_are_those_of_trl() -> None:
@@ -38,10 +28,10 @@ def test_rows_are_those_of_trl() -> None:
 
 
 def test_a_row_is_what_a_step_counts(setup: Setup) -> None:
-    alone = run_of(
-        setup, data__packing=True, train__steps=None, train__epochs=2, train__batch_size=2, data__max_length=24
+    alone = setup.prepared(
+        data__packing=True, train__steps=None, train__epochs=2, train__batch_size=2, data__max_length=24
     )
-    run = run_of(setup, data__packing="rows")
+    run = setup.prepared(data__packing="rows")
     data = run.train_data
     assert data.examples is not None
     assert sorted(one.input_ids.tolist() for one in data) == sorted(one.input_ids.tolist() for one in alone.train_data)
@@ -50,7 +40,7 @@ def test_a_row_is_what_a_step_counts(setup: Setup) -> None:
     assert data.num_examples < len(data)
     assert run.steps == 2 * -(-data.num_examples // 2)
     assert run.config.data.packing is True
-    assert run_of(setup, topology="dp=2,tp=2").identity == run.identity
+    assert setup.prepared(topology="dp=2,tp=2").identity == run.identity
     assert run.identity["data"] != alone.identity["data"]
 
 
@@ -59,8 +49,7 @@ def test_a_step_has_the_loss_of_its_sequences_one_by_one(setup: Setup) -> None:
     losses = []
     for packing, size in (("rows", 1000), (False, 1000)):
         setup.set("train.overwrite", True)
-        run = run_of(
-            setup,
+        run = setup.prepared(
             data__packing=packing,
             data__max_length=24,
             data__eval=None,
@@ -76,6 +65,6 @@ def test_a_step_has_the_loss_of_its_sequences_one_by_one(setup: Setup) -> None:
 
 def test_weights_and_streams_are_refused(setup: Setup) -> None:
     with pytest.raises(UserError, match="its rows are made of all of the data, once"):
-        run_of(setup, data__packing="rows", data__streaming=True)
+        setup.prepared(data__packing="rows", data__streaming=True)
     with pytest.raises(UserError, match="a pair is two rows"):
-        run_of(setup, data__streaming=False, train__objective={"kind": "dpo"})
+        setup.prepared(data__streaming=False, train__objective={"kind": "dpo"})

@@ -20,7 +20,6 @@ from meshlora.reading.places import files_of
 from meshlora.run.checkpoint.identity import check_same
 from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of
-from meshlora.run.together import prepare_run
 from meshlora_ground import hub
 from meshlora_ground.errors import UserError
 from meshlora_ground.hub import located, located_files
@@ -338,8 +337,7 @@ def test_the_data_of_a_run_are_those_of_the_names(cache: Path, setup: Setup) -> 
     (folder.parents[1] / "refs" / "main").write_text(ONE)
     setup.set("data.train", ["acme/mine", str(setup.folder / "train.jsonl")])
     setup.set("data.eval", "acme/mine")
-    setup.write()
-    run = prepare_run(read_run(setup.folder / "run.yaml"))
+    run = setup.prepared()
     assert run.config.data.train == [str(folder / "train.jsonl"), str(setup.folder / "train.jsonl")]
     assert run.config.data.eval == [str(folder / "validation.jsonl")]
     assert (len(run.train_data), run.eval_data and len(run.eval_data)) == (16, 8)
@@ -370,8 +368,7 @@ def test_adapter_and_run_remember_name_and_commit(cache: Path, setup: Setup) -> 
     setup.tree["model"] = {"path": NAME}
     setup.from_adapter()
     setup.set("adapter", "acme/lora")
-    setup.write()
-    run = prepare_run(read_run(setup.folder / "run.yaml"))
+    run = setup.prepared()
     assert run.identity["model.revision"] == f"{NAME}@{ONE}"
     assert run.config.adapter == str(cache / "models--acme--lora" / "snapshots" / OTHER)
     stored = config_to_store(lora_config({"r": 4}, "lora"), run.config.model.path)
@@ -383,8 +380,7 @@ def test_run_that_goes_on_with_another_commit_is_refused_with_the_one_it_had(cac
     for commit in (ONE, OTHER):
         _snapshot(cache, NAME, commit, setup.model)
         setup.tree["model"] = {"path": NAME}
-        setup.write()
-        identities.append(prepare_run(read_run(setup.folder / "run.yaml")).identity)
+        identities.append(setup.prepared().identity)
     with pytest.raises(
         UserError, match=rf"other model\.revision: {NAME}@{ONE} there, {NAME}@{OTHER} here.*{NAME}@{ONE}"
     ):

@@ -6,10 +6,8 @@ import dataclasses
 
 import pytest
 
-from meshlora.run.config.file import read_run
 from meshlora.run.edge import whole_command
 from meshlora.run.model_card import _name, model_card, public
-from meshlora.run.together import prepare_run
 from meshlora.verify.preflight import proof_words
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
@@ -58,8 +56,7 @@ def test_command_of_a_resumed_run_is_the_one_that_trains_all_of_it(given: str, e
 
 
 def test_a_run_that_nothing_has_proved_does_not_claim_to_be(setup: Setup) -> None:
-    setup.write()
-    run = prepare_run(read_run(setup.folder / "run.yaml"))
+    run = setup.prepared()
     claim = "It is the adapter that one process would have trained"
     for skip in (False, True):
         proof = proof_words(run, skip=skip)

@@ -27,11 +27,9 @@ from meshlora.reading.tokenization import tokenize
 from meshlora.run import prepare, trained
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import DataConfig, Format, GenerateConfig, TrainConfig
-from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.run.sources import records_of
 from meshlora.run.texts import Texts
-from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch
 from meshlora.wings.quantized import float8_matrix
@@ -69,17 +67,9 @@ GOES_WITH: dict[str, dict[str, Any]] = {
 }
 
 
-def prepared(setup: Setup, **options: object) -> Prepared:
-    """The good run with these options, as in `data__max_length=12`."""
-    for name, value in options.items():
-        setup.set(name.replace("__", "."), value)
-    setup.write()
-    return prepare_run(read_run(setup.folder / "run.yaml"))
-
-
 def test_data_are_those_of_the_files_that_are_named(setup: Setup) -> None:
     (setup.folder / "eval.jsonl").write_text('{"prompt": "def g():", "completion": " return g"}\n')
-    run, tokenizer = prepared(setup), AutoTokenizer.from_pretrained(setup.model)
+    run, tokenizer = setup.prepared(), AutoTokenizer.from_pretrained(setup.model)
     assert run.eval_data is not None
     for data, file in ((run.train_data, "train.jsonl"), (run.eval_data, "eval.jsonl")):
         expected = tokenize(read_records(setup.folder / file), tokenizer, max_length=64)
@@ -87,11 +77,11 @@ def test_data_are_those_of_the_files_that_are_named(setup: Setup) -> None:
 
 
 def test_columns_of_the_run_file_are_read(setup: Setup) -> None:
-    expected = prepared(setup).train_data
+    expected = setup.prepared().train_data
     lines = [json.loads(line) for line in (setup.folder / "train.jsonl").read_text().splitlines()]
     setup.data(*({"question": line["prompt"], "answer": line["completion"]} for line in lines))
     setup.drop("data.eval")
-    found = prepared(setup, data__columns={"prompt": "question", "completion": "answer"}).train_data
+    found = setup.prepared(data__columns={"prompt": "question", "completion": "answer"}).train_data
     assert found.input_ids.tolist() == expected.input_ids.tolist()
     assert found.is_trained.tolist() == expected.is_trained.tolist()
 
@@ -99,10 +89,10 @@ def test_columns_of_the_run_file_are_read(setup: Setup) -> None:
 def test_rows_are_read_in_the_format_of_the_run_file(setup: Setup) -> None:
     setup.data({"text": "a b c d", "instruction": "what?", "output": "that"})
     setup.drop("data.eval")
-    assert not prepared(setup).train_data.is_trained.all()
-    assert prepared(setup, data__format="text").train_data.is_trained.all()
+    assert not setup.prepared().train_data.is_trained.all()
+    assert setup.prepared(data__format="text").train_data.is_trained.all()
     with pytest.raises(UserError, match=r"data\.format=feedback: train\.objective reads other records; one of auto,"):
-        prepared(setup, data__format="feedback")
+        setup.prepared(data__format="feedback")
 
 
 def test_sources_are_drawn_by_their_weights_on_any_mesh(setup: Setup) -> None:
@@ -111,14 +101,14 @@ def test_sources_are_drawn_by_their_weights_on_any_mesh(setup: Setup) -> None:
         (setup.folder / f"{name}.jsonl").write_text("".join(rows))
     files = [str(setup.folder / f"{name}.jsonl") for name in "ab"]
     weights = [{"path": file, "weight": weight} for file, weight in zip(files, (1, 3), strict=True)]
-    run = prepared(setup, data__train=weights, train__batch_size=4)
+    run = setup.prepared(data__train=weights, train__batch_size=4)
     drawn = np.concatenate([run.batches.batch(step) for step in range(2)])  # an epoch
     assert ((drawn >= 6).sum(), (drawn < 6).sum()) == (6, 2)
     assert f"an epoch is 8 draws: 2 of {files[0]} (it has 6), 6 of {files[1]} (it has 2)" in run.notes
-    other = prepared(setup, topology="dp=2,tp=2")
+    other = setup.prepared(topology="dp=2,tp=2")
     assert np.concatenate([other.batches.batch(step) for step in range(2)]).tolist() == drawn.tolist()
     assert other.identity == run.identity
-    reweighted = prepared(setup, data__train=[weights[0], weights[1] | {"weight": 1}])
+    reweighted = setup.prepared(data__train=[weights[0], weights[1] | {"weight": 1}])
     assert reweighted.identity["data"] != run.identity["data"], "a run of other weights is not resumed"
 
 
@@ -130,7 +120,7 @@ def test_a_source_has_a_split_columns_and_a_format_of_its_own(setup: Setup) -> N
     (folder / "test.jsonl").write_text("{broken\n")
     (setup.folder / "c.jsonl").write_text(json.dumps({"text": "a b c", "instruction": "x", "output": "y"}) + "\n")
     own = {"path": str(folder), "split": "train", "columns": {"prompt": "ask", "completion": "reply"}}
-    found = prepared(setup, data__train=[own, {"path": str(setup.folder / "c.jsonl"), "format": "text"}]).train_data
+    found = setup.prepared(data__train=[own, {"path": str(setup.folder / "c.jsonl"), "format": "text"}]).train_data
     first, second = found
     assert not first.is_trained.all()
     assert second.is_trained.all()
@@ -144,26 +134,26 @@ def test_formats_of_run_files_are_those_that_are_read() -> None:
 def test_sequences_are_cut_to_the_length_of_the_run_file(setup: Setup) -> None:
     setup.config(max_position_embeddings=2048)
     setup.data(*[{"text": f"def f_{number}(): return {number}" * 20} for number in range(8)])
-    assert {len(sequence.input_ids) for sequence in prepared(setup, data__max_length=12).train_data} == {12}
+    assert {len(sequence.input_ids) for sequence in setup.prepared(data__max_length=12).train_data} == {12}
 
 
 def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup) -> None:
-    data = prepared(setup, data__train_on="everything").train_data
+    data = setup.prepared(data__train_on="everything").train_data
     assert data.num_trained_tokens == len(data.input_ids) - len(data), "all but the first of each sequence"
 
 
 def test_tokens_are_cached_where_the_run_file_says(setup: Setup, tmp_path: Path) -> None:
-    prepared(setup, data__cache_dir=str(tmp_path / "tokens"))
+    setup.prepared(data__cache_dir=str(tmp_path / "tokens"))
     assert [file for file in (tmp_path / "tokens").rglob("*.safetensors") if file.stat().st_size]
 
 
 def test_epochs_are_passes_over_the_data(setup: Setup) -> None:
     setup.drop("train.steps")
-    assert prepared(setup, train__epochs=2.5, train__batch_size=3).steps == 8  # 2.5 times 3 steps of 8 sequences
+    assert setup.prepared(train__epochs=2.5, train__batch_size=3).steps == 8  # 2.5 times 3 steps of 8 sequences
 
 
 def test_adapter_and_topology_are_those_of_the_run_file(setup: Setup) -> None:
-    run = prepared(setup, lora={"r": 3, "target_modules": ["v_proj"]}, topology="dp=2,tp=2")
+    run = setup.prepared(lora={"r": 3, "target_modules": ["v_proj"]}, topology="dp=2,tp=2")
     assert run.blueprint.trained.config.r == 3
     assert {name.rpartition(".")[2] for name in run.blueprint.trained.targets} == {"v_proj"}
     assert (run.topology.dp, run.topology.tp) == (2, 2)
@@ -172,17 +162,17 @@ def test_adapter_and_topology_are_those_of_the_run_file(setup: Setup) -> None:
 def test_weights_without_a_place_are_left_out_where_the_run_file_allows_it(setup: Setup) -> None:
     """Without the option: `weight_of_unexpected_name` in test_user_mistakes_model.py."""
     setup.weights(lambda tensors: tensors.update({"model.extra.weight": torch.zeros(2)}))
-    assert prepared(setup, model__allow_unused_weights=True).steps == 4
+    assert setup.prepared(model__allow_unused_weights=True).steps == 4
 
 
 def test_kernels_that_a_cpu_has_not_are_refused_where_the_run_file_names_them(setup: Setup) -> None:
     with pytest.raises(UserError, match=r"model\.kernels: liger: they run on GPUs alone; leave it out"):
-        prepared(setup, model__kernels="liger", device="cpu")
+        setup.prepared(model__kernels="liger", device="cpu")
 
 
 def test_dropout_that_is_not_supported_is_disabled_where_the_run_file_says_so(setup: Setup) -> None:
     setup.config(attention_dropout=0.1)
-    assert prepared(setup, model__disable_dropout=True).steps == 4
+    assert setup.prepared(model__disable_dropout=True).steps == 4
 
 
 def test_code_beside_a_model_runs_where_the_run_file_trusts_it(
@@ -194,7 +184,7 @@ def test_code_beside_a_model_runs_where_the_run_file_trusts_it(
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
     (setup.model / "tokenization_own.py").write_text(OWN_TOKENIZER)
-    assert prepared(setup, model__trust_remote_code=True).steps == 4
+    assert setup.prepared(model__trust_remote_code=True).steps == 4
     assert (tmp_path / "modules").is_dir()
 
 
@@ -250,7 +240,7 @@ def micro_batches(setup: Setup, monkeypatch: pytest.MonkeyPatch, **options: obje
         return losses(self, micro, *given)
 
     monkeypatch.setattr(Trainer, "_losses", noted)
-    train({"": prepared(setup, train__steps=1, topology="", **options)})
+    train({"": setup.prepared(train__steps=1, topology="", **options)})
     return found
 
 
@@ -281,7 +271,7 @@ def test_rows_are_padded_with_a_word_where_joined_ones_are_not_proved(change: An
         for file in ("train.jsonl", "eval.jsonl"):
             (setup.folder / file).write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     change(setup)
-    run = prepared(setup)
+    run = setup.prepared()
     assert run.config.data.packing is False
     (note,) = [note for note in run.notes if note.startswith("data.packing: auto: rows are padded: ")]
     assert why in note
@@ -301,18 +291,18 @@ def test_rows_are_padded_for_a_family_that_does_not_keep_them_apart(
         return False
 
     monkeypatch.setattr(prepare, "check_packing", check)
-    run = prepared(setup)
+    run = setup.prepared()
     assert run.config.data.packing is False
     assert f"data.packing: auto: rows are padded: {why}" in run.notes
 
 
 def test_rows_are_joined_without_a_word_and_old_runs_go_on(setup: Setup) -> None:
-    joined = prepared(setup)
+    joined = setup.prepared()
     assert joined.config.data.packing == "auto"
     assert not [note for note in joined.notes if "packing" in note]
-    alone = prepared(setup, train__micro_batch_size=1)
+    alone = setup.prepared(train__micro_batch_size=1)
     assert (alone.config.data.packing, alone.notes) == (False, joined.notes), "there is nothing to join"
-    assert prepared(setup, data__packing=False).identity == joined.identity, "a run of padded rows is resumed"
+    assert setup.prepared(data__packing=False).identity == joined.identity, "a run of padded rows is resumed"
 
 
 def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +315,7 @@ def test_products_are_in_float8_where_the_run_file_says_so(
 ) -> None:
     calls, rounding = [], float8_matrix.round_tokens
     setup.drop("data.eval")
-    run = prepared(setup, train__steps=1, model__compute=compute, topology="")
+    run = setup.prepared(train__steps=1, model__compute=compute, topology="")
     monkeypatch.setattr(float8_matrix, "round_tokens", lambda x: calls.append(1) or rounding(x))
     train({"": run})
     # Of the first layer's q, k and v nobody wants the gradient of the input.
@@ -339,7 +329,7 @@ def test_layers_are_computed_twice_where_the_run_file_says_so(
 ) -> None:
     calls, forward = [], LlamaMLP.forward
     setup.drop("data.eval")
-    run = prepared(setup, train__steps=1, train__recompute=recompute, topology="")
+    run = setup.prepared(train__steps=1, train__recompute=recompute, topology="")
     monkeypatch.setattr(LlamaMLP, "forward", lambda self, *args: calls.append(1) or forward(self, *args))
     train({"": run})
     assert len(calls) == times * run.plan.num_layers, "one micro-batch"
@@ -347,14 +337,14 @@ def test_layers_are_computed_twice_where_the_run_file_says_so(
 
 def test_every_so_many_steps_are_said(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
     options = {"train__steps": 5, "train__log_every": 2, "topology": ""}
-    train({"": prepared(setup, **options)})
+    train({"": setup.prepared(**options)})
     said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [word for word in said if word.endswith("/5")] == ["1/5", "2/5", "4/5", "5/5", "5/5"], "and an evaluation"
 
 
 def test_how_much_is_trained_and_held_is_said(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
     """As PEFT counts it, and in the bytes of what is in memory: here one process has all of it."""
-    run = prepared(setup, train__steps=1, topology="")
+    run = setup.prepared(train__steps=1, topology="")
     train({"": run})
     said = capsys.readouterr().out
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(setup.model), LoraConfig(**setup.tree["lora"]))
@@ -373,7 +363,7 @@ def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeyp
         return contextlib.nullcontext()
 
     monkeypatch.setattr("meshlora.run.run.patient_for", noted)
-    train({"": prepared(setup, train__steps=1, train__timeout_s=7.0, topology="")})
+    train({"": setup.prepared(train__steps=1, train__timeout_s=7.0, topology="")})
     assert waited == [7.0]
 
 
@@ -384,10 +374,10 @@ def test_the_same_bytes_are_asked_of_torch_where_the_run_file_says_so(
         monkeypatch.setenv(name, "")  # the test's own afterwards
         monkeypatch.delenv(name)
     try:
-        train({"": prepared(setup, train__steps=1, topology="")})
+        train({"": setup.prepared(train__steps=1, topology="")})
         assert not torch.are_deterministic_algorithms_enabled()
         options = {"train__steps": 1, "train__overwrite": True, "topology": ""}
-        train({"": prepared(setup, train__deterministic=True, **options)})
+        train({"": setup.prepared(train__deterministic=True, **options)})
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
@@ -401,7 +391,7 @@ def test_replicas_of_the_first_step_belong_to_the_preflight_on_devices(
     compared: list[int] = []
     monkeypatch.setattr(trained, "check_replicas", lambda _, *, step, **__: compared.append(step))
     options = {"train__steps": 3, "train__replica_check_every": 3, "topology": ""}
-    train({"": prepared(setup, preflight=preflight, **options)})
+    train({"": setup.prepared(preflight=preflight, **options)})
     assert compared[-len(steps) :] == steps
     assert 2 not in compared
 
@@ -409,7 +399,7 @@ def test_replicas_of_the_first_step_belong_to_the_preflight_on_devices(
 def test_long_records_are_left_out_where_the_run_file_says_so(setup: Setup) -> None:
     setup.data({"text": "def g(): return g" * 90}, {"text": "def g(): return g"})
     setup.drop("data.eval")
-    run = prepared(setup, data__too_long="drop")
+    run = setup.prepared(data__too_long="drop")
     assert len(run.train_data) == 1
     assert any("train.jsonl:1 first, are longer than max_length=64: left out" in note for note in run.notes), run.notes
 
@@ -418,14 +408,14 @@ def test_empty_answers_are_left_out_where_the_run_file_says_so(setup: Setup) -> 
     asked = {"role": "user", "content": "def g"}
     setup.data(*({"messages": [asked, {"role": "assistant", "content": said}]} for said in ("", "return g")))
     setup.drop("data.eval")
-    assert [len(prepared(setup, data__empty_answers=choice).train_data) for choice in ("train", "skip")] == [2, 1]
+    assert [len(setup.prepared(data__empty_answers=choice).train_data) for choice in ("train", "skip")] == [2, 1]
 
 
 def test_bad_rows_are_passed_over_where_the_run_file_says_so(setup: Setup) -> None:
     rows = [json.dumps({"text": f"def g{number}(): return g"}) for number in range(10)]
     (setup.folder / "train.jsonl").write_text("\n".join([*rows[:5], '{"text": 3}', *rows[5:]]))
     setup.drop("data.eval")
-    run = prepared(setup, data__on_bad_row="skip")
+    run = setup.prepared(data__on_bad_row="skip")
     assert len(run.train_data) == 10
     assert any("train.jsonl:6: text is a number, not a string" in note for note in run.notes), run.notes
 
@@ -433,7 +423,7 @@ def test_bad_rows_are_passed_over_where_the_run_file_says_so(setup: Setup) -> No
 def test_instructions_are_written_in_the_style_of_the_run_file(setup: Setup) -> None:
     setup.data({"instruction": "def g", "output": "return g"})
     setup.set("data.eval", str(setup.folder / "train.jsonl"))
-    run, tokenizer = prepared(setup, data__prompt="alpaca"), AutoTokenizer.from_pretrained(setup.model)
+    run, tokenizer = setup.prepared(data__prompt="alpaca"), AutoTokenizer.from_pretrained(setup.model)
     sequence = run.train_data[0]
     asked = "Write a response that appropriately completes the request.\n\n### Instruction:\ndef g\n\n### Response:\n"
     text, end = tokenizer.decode(sequence.input_ids), tokenizer.eos_token
@@ -444,21 +434,21 @@ def test_instructions_are_written_in_the_style_of_the_run_file(setup: Setup) -> 
     assert record.prompt == text.removesuffix(f"return g{end}")
     for rest in ({"data__system": "Be kind."}, {"data__chat_template": "alpaca"}):
         with pytest.raises(UserError, match="a style writes plain text, which has no turns"):
-            prepared(setup, data__prompt="alpaca", **rest)
+            setup.prepared(data__prompt="alpaca", **rest)
 
 
 def test_system_says_what_the_run_file_gives_where_it_says_nothing(setup: Setup) -> None:
     turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
     setup.data({"messages": turns})
     setup.set("data.eval", str(setup.folder / "train.jsonl"))
-    run, tokenizer = prepared(setup, data__system="Be kind."), AutoTokenizer.from_pretrained(setup.model)
+    run, tokenizer = setup.prepared(data__system="Be kind."), AutoTokenizer.from_pretrained(setup.model)
     whole = [{"role": "system", "content": "Be kind."}, *turns]
     assert tokenizer.decode(run.train_data.input_ids) == tokenizer.apply_chat_template(whole, tokenize=False)
     assert run.config.data.eval is not None
     (record,) = records_of(run.config.data, run.config.data.eval)
     assert record.messages == tuple(whole)
     with pytest.raises(UserError, match=r"data\.system=' ': it must be a text"):
-        prepared(setup, data__system=" ")
+        setup.prepared(data__system=" ")
 
 
 _PLAIN = (
@@ -478,7 +468,7 @@ def test_a_step_on_answers_that_are_apart_is_the_step_on_their_conversations(set
     found = {}
     for choice in ("whole", "apart"):
         output = setup.folder / choice
-        run = prepared(setup, data__turns=choice, train__output=str(output), preflight="off", **options)
+        run = setup.prepared(data__turns=choice, train__output=str(output), preflight="off", **options)
         assert (len(run.train_data), run.train_data.num_examples) == {"whole": (3, 3), "apart": (6, 3)}[choice]
         train({"": run})
         lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -496,12 +486,12 @@ def test_answers_are_taken_as_they_are_given_where_the_run_file_says_so(setup: S
     file, said = setup.folder / "own.jinja", "m.content.split('</think>')[-1]"
     file.write_text(_PLAIN.replace("m.content", said).replace("'<assistant>'", "'<assistant><think>'"))
     with pytest.raises(UserError, match=r"or data.answers: as_generated with data.turns: apart"):
-        prepared(setup, data__chat_template=str(file))
+        setup.prepared(data__chat_template=str(file))
     with pytest.raises(UserError, match=r"or data.answers: as_generated, which"):
-        prepared(setup, data__turns="apart")
-    assert any("leaves out the reasoning of 1" in note for note in prepared(setup, data__lost_text="note").notes)
+        setup.prepared(data__turns="apart")
+    assert any("leaves out the reasoning of 1" in note for note in setup.prepared(data__lost_text="note").notes)
     run, tokenizer = (
-        prepared(setup, data__turns="apart", data__answers="as_generated"),
+        setup.prepared(data__turns="apart", data__answers="as_generated"),
         AutoTokenizer.from_pretrained(setup.model),
     )
     sequence = run.train_data[0]
@@ -519,11 +509,11 @@ def test_answers_end_at_the_stop_tokens_of_the_run_file(setup: Setup) -> None:
     )
     trained = []
     for stops in ([], ["~"]):
-        data = prepared(setup, data__chat_template=str(file), data__stop_tokens=stops).train_data
+        data = setup.prepared(data__chat_template=str(file), data__stop_tokens=stops).train_data
         trained.append(tokenizer.decode(data.input_ids[data.is_trained]))
     assert trained == ["return g~ ", "return g~"]
     with pytest.raises(UserError, match=r"data.stop_tokens: 'def g': it is 2 tokens"):
-        prepared(setup, data__stop_tokens=["def g"])
+        setup.prepared(data__stop_tokens=["def g"])
 
 
 def test_a_template_of_trl_goes_by_its_name_and_a_file_before_it(
@@ -559,9 +549,9 @@ def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    run, tokenizer = prepared(setup, data__chat_template=str(file)), AutoTokenizer.from_pretrained(setup.model)
+    run, tokenizer = setup.prepared(data__chat_template=str(file)), AutoTokenizer.from_pretrained(setup.model)
     assert tokenizer.decode(run.train_data.input_ids) == "[user]def g[assistant]return g"
     tokenizer.chat_template = {"default": "no", "terse": file.read_text().replace("[", "<").replace("]", ">")}
     tokenizer.save_pretrained(setup.model)
-    run = prepared(setup, data__chat_template="terse")
+    run = setup.prepared(data__chat_template="terse")
     assert tokenizer.decode(run.train_data.input_ids) == "<user>def g<assistant>return g"

@@ -41,8 +41,7 @@ def _identity(run: Prepared) -> dict[str, str]:
 def finished(setup: Setup) -> Setup:
     """The output of a run that has all its steps, and checkpoints of two of them."""
     setup.command = TRAIN
-    setup.write()
-    identity = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
+    identity = _identity(setup.prepared())
     output = setup.folder / "output"
     save_steps(output, 2, 3, steps=STEPS, identity=identity)
     save(output / "adapter", "adapter", step=STEPS, steps=STEPS, identity=identity)
@@ -174,16 +173,14 @@ def test_base_that_was_only_touched_is_the_same(finished: Setup) -> None:
 
 def test_start_adapter_is_known_by_its_content_and_not_by_its_name(setup: Setup) -> None:
     setup.from_adapter()
-    setup.write()
-    before = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
+    before = _identity(setup.prepared())
     shutil.move(setup.adapter, setup.folder / "moved")
     setup.set("adapter", str(setup.folder / "moved"))
-    setup.write()
-    moved = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
+    moved = _identity(setup.prepared())
     assert moved == before
     file = setup.folder / "moved" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 99}))
-    other = _identity(prepare_run(read_run(setup.folder / "run.yaml")))
+    other = _identity(setup.prepared())
     assert {name for name in other if other[name] != before[name]} == {"adapter"}
 
 

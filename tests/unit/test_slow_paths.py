@@ -44,7 +44,6 @@ from meshlora_judge.twin import twin_config
 from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
 from tests.unit.test_by_sequence import _batch
-from tests.unit.test_options import prepared
 
 GPU = torch.device("cuda")
 
@@ -67,7 +66,7 @@ def _lines(run: Any) -> tuple[list[str], list[dict[str, Any]]]:
 def test_a_mask_of_whole_rows_is_said_with_its_cost_before_the_first_step(
     setup: Setup, unknown: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = prepared(setup, data__packing=True, topology="", train__steps=2)
+    run = setup.prepared(data__packing=True, topology="", train__steps=2)
     said, metrics = _lines(run)
     lengths = [len(sequence.input_ids) for sequence in run.train_data]
     times = 64 / (sum(n * n for n in lengths) // sum(lengths))
@@ -88,7 +87,7 @@ def test_a_mask_of_whole_rows_is_said_with_its_cost_before_the_first_step(
 
 
 def test_rows_padded_for_an_unknown_transformers_are_said(setup: Setup, unknown: None) -> None:
-    (path,) = prepared(setup).slow_paths
+    (path,) = setup.prepared().slow_paths
     assert path.what == "rows padded to the longest of a micro-batch"
     assert path.way_out == "pip install transformers==5.23"
 
@@ -111,11 +110,11 @@ def test_rows_of_one_sequence_each_have_no_mask_to_be_said(setup: Setup, unknown
     setup.drop("data.eval")
     setup.config(max_position_embeddings=2048)
     setup.data(*[{"text": f"def f_{number}(): return {number}" * 20} for number in range(8)])
-    assert _lines(prepared(setup, data__packing=True, topology="", train__require_fast=True))[0] == []
+    assert _lines(setup.prepared(data__packing=True, topology="", train__require_fast=True))[0] == []
 
 
 def test_on_a_cpu_a_run_has_no_slow_path(setup: Setup) -> None:
-    said, metrics = _lines(prepared(setup, topology="", train__require_fast=True, train__steps=1))
+    said, metrics = _lines(setup.prepared(topology="", train__require_fast=True, train__steps=1))
     assert said == []
     assert "slow_paths" not in metrics[0]
 
@@ -123,11 +122,11 @@ def test_on_a_cpu_a_run_has_no_slow_path(setup: Setup) -> None:
 def test_what_a_step_is_the_first_to_take_is_said_after_it(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU without the kernel for joined rows."""
     monkeypatch.setattr(by_sequence, "take", lambda path, device: take(path, GPU))
-    said, metrics = _lines(prepared(setup, topology="", train__steps=2))
+    said, metrics = _lines(setup.prepared(topology="", train__steps=2))
     assert said == [str(ONE_BY_ONE)]
     assert [line.get("slow_paths") for line in metrics] == [said, None]
     with pytest.raises(UserError, match=r"train\.require_fast: .* one after the other .*; or leave it out"):
-        _lines(prepared(setup, topology="", train__require_fast=True, train__overwrite=True))
+        _lines(setup.prepared(topology="", train__require_fast=True, train__overwrite=True))
     assert metrics_of(setup.folder / "output") == []
     assert (setup.folder / "output" / "initial").is_dir()
 
@@ -140,7 +139,7 @@ def _slow(run: Prepared, device: str = "cpu", **options: Any) -> Iterator[SlowPa
 def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(facts, "liger_version", lambda: "")
-    run = prepared(setup)
+    run = setup.prepared()
     assert [path.what for path in run.slow_paths] == ["ranks on CPUs"]
 
     def found(version: str = "", **options: Any) -> list[tuple[str, str]]:
@@ -157,25 +156,25 @@ def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.Monke
 
 
 def test_float8_that_is_emulated_is_said(setup: Setup) -> None:
-    said = [str(path) for path in prepared(setup, model__compute="fp8_backward", topology="").slow_paths]
+    said = [str(path) for path in setup.prepared(model__compute="fp8_backward", topology="").slow_paths]
     assert said == [
         "products in float8 emulated in float32: CPUs do not multiply e4m3; leave out model.compute, or train on a GPU"
     ]
 
 
 def test_eager_attention_is_one_where_there_is_sdpa(setup: Setup) -> None:
-    (path,) = prepared(setup, model__attn_implementation="eager").slow_paths
+    (path,) = setup.prepared(model__attn_implementation="eager").slow_paths
     assert (path.cause, path.way_out) == ("model.attn_implementation: eager", "leave it out, for sdpa")
 
 
 def test_norms_of_another_transformers_are_said(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(facts, "is_known", lambda kind: False)
-    (path,) = prepared(setup).slow_paths
+    (path,) = setup.prepared().slow_paths
     assert path.what.startswith("norms in separate operations")
 
 
 def test_a_family_whose_rows_need_the_whole_mask_is_named(setup: Setup) -> None:
-    run = prepared(setup, data__packing=True)
+    run = setup.prepared(data__packing=True)
     given = _slow(run, row_length=run.config.data.max_length, is_apart=False)
     assert [(path.cause, path.way_out) for path in given] == [
         ("attention of llama depends on more than the positions of tokens", "data.packing: false")
