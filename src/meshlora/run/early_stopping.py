@@ -6,13 +6,12 @@ Owns: the rule, and its state after the evaluations of a run that resumes. Does 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
 
 from meshlora.run.config.endings import LOSS, EarlyStopping
-from meshlora.run.watch.metrics import lines_until
+from meshlora.run.watch.metrics import records_until
 
 
 class Patience:
@@ -50,8 +49,7 @@ def values_until(metrics: Path, done: int, every: int, metric: str = LOSS) -> di
     there: NaN.
     """
     found = dict[int, float]()
-    for line in lines_until(metrics, done)[0]:
-        values = json.loads(line)
+    for values in records_until(metrics, done):
         step = values["step"]
         if "eval_tokens" in values and every and step and step % every == 0:
             found[step] = values.get(f"eval_{metric}", math.nan)

@@ -7,7 +7,6 @@ then (`run.trained`).
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from meshlora.run.config.endings import LossSpike
 from meshlora.run.config.run_file import TrainConfig
-from meshlora.run.watch.metrics import lines_until
+from meshlora.run.watch.metrics import records_until
 
 # Fewer losses have no median to compare with.
 _FEWEST = 5
@@ -76,9 +75,4 @@ def notes_of_spikes(train: TrainConfig) -> list[str]:
 
 def losses_of_steps(metrics: Path, done: int) -> list[float]:
     """The losses of a run's first `done` steps; those that are not finite are not there."""
-    found = list[float]()
-    for line in lines_until(metrics, done)[0]:
-        values = json.loads(line)
-        if "loss" in values:
-            found.append(values["loss"])
-    return found
+    return [values["loss"] for values in records_until(metrics, done) if "loss" in values]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import math
 import threading
 from collections.abc import Callable
@@ -47,7 +46,7 @@ from meshlora.run.optimizers import is_frozen
 from meshlora.run.prepared import Prepared
 from meshlora.run.spikes import SpikeWatch, losses_of_steps
 from meshlora.run.texts import Texts
-from meshlora.run.watch.metrics import Reporter, lines_until
+from meshlora.run.watch.metrics import Reporter, records_until
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching, Step
@@ -198,8 +197,7 @@ class TrainedAdapter:
         """(metrics before the first step, of the last evaluation) of a run that goes on, as its `metrics.jsonl` has
         them."""
         found: list[dict[str, float]] = [{}, {}]
-        for line in lines_until(self.output / "metrics.jsonl", self.start)[0]:
-            values = json.loads(line)
+        for values in records_until(self.output / "metrics.jsonl", self.start):
             if "eval_answers" in values:
                 names = list(map(name_of, self.run.config.generate.metrics))
                 scores = {name: values[f"eval_{name}"] for name in names if f"eval_{name}" in values}

@@ -119,11 +119,10 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
 
 def _losses(file: Path) -> list[float]:
     """The losses of the steps, up to the first that is not finite."""
-    from meshlora.run.watch.metrics import lines_until
+    from meshlora.run.watch.metrics import records_until
 
     found: list[float] = []
-    for line in lines_until(file, _MOST_STEPS)[0]:
-        step = json.loads(line)
+    for step in records_until(file, _MOST_STEPS):
         if "eval_tokens" in step:
             continue
         if step.get("skipped") or "loss" not in step:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -262,9 +262,14 @@ def _is_value(value: object) -> bool:
 def last_values(file: Path) -> dict[str, object]:
     """The last value of each name in `file`, evaluations included; empty if there is no such file."""
     values: dict[str, object] = {}
-    for line in lines_until(file, sys.maxsize)[0]:
-        values |= json.loads(line)
+    for record in records_until(file, sys.maxsize):
+        values |= record
     return values
+
+
+def records_until(file: Path, done: int) -> list[dict[str, Any]]:
+    """The values of each of `lines_until`."""
+    return [json.loads(line) for line in lines_until(file, done)[0]]
 
 
 def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
