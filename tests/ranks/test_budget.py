@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor
 
 import meshlora
 from meshlora.adapter.attach import runtime
@@ -22,32 +21,27 @@ from tests.for_each import for_each
 from tests.pool import Pool
 
 BUDGET = {
-    "dp=2,dp_shard": {"forward": {"allgather": 1}, "backward": {"allgather": 1}},
-    "tp=2": {"forward": {"allreduce": 2}, "backward": {"allreduce": 2}},
-    "tp=2,sp": {
-        "forward": {"allgather": 2, "reducescatter": 2},
-        "backward": {"allgather": 2, "reducescatter": 2},
-    },
+    topology: {(phase, kind): number for phase in ("forward", "backward") for kind in kinds}
+    for topology, number, kinds in (
+        ("dp=2,dp_shard", 1, ["allgather"]),
+        ("tp=2", 2, ["allreduce"]),
+        ("tp=2,sp", 2, ["allgather", "reducescatter"]),
+    )
 }
 
 
-class CommCounter(TorchDispatchMode):
-    """Counts c10d operators by their kind."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func.name().partition("::")
-        if "c10d" in space:
-            kinds = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast")
-            plain = name.replace("_", "")
-            self.counts[next((k for k in kinds if k in plain), name)] += 1
-        return func(*args, **(kwargs or {}))
+def count_passes(model: Any, ids: Tensor, counter: CollectiveCounter | None = None) -> CollectiveCounter:
+    """What the loss of `ids` sends forward and backward."""
+    counter = counter or CollectiveCounter()
+    counter.phase = "forward"
+    with counter:
+        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
+        counter.phase = "backward"
+        loss.backward()
+    return counter
 
 
-def _count(topology: str, num_layers: int, with_lora: bool) -> dict[str, dict[str, int]]:
+def _count(topology: str, num_layers: int, with_lora: bool) -> dict[tuple[str, str], int]:
     """Collectives of one forward and one backward; the embedding output carries a gradient as in deeper layers."""
     config = twin_config("llama", num_hidden_layers=num_layers)
     lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
@@ -55,12 +49,13 @@ def _count(topology: str, num_layers: int, with_lora: bool) -> dict[str, dict[st
     if not with_lora:
         meshlora.set_adapter(model, None)
     embeds = torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    with CommCounter() as forward:
+    with CollectiveCounter() as counter:
+        counter.phase = "forward"
         logits = model(inputs_embeds=embeds, use_cache=False).logits
         loss = summed_cross_entropy(logits, torch.ones(2, 8, dtype=torch.int64))
-    with CommCounter() as backward:
+        counter.phase = "backward"
         loss.backward()
-    return {"forward": dict(forward.counts), "backward": dict(backward.counts)}
+    return dict(counter.counts)
 
 
 @pytest.mark.long
@@ -69,10 +64,7 @@ def _count(topology: str, num_layers: int, with_lora: bool) -> dict[str, dict[st
 def test_a_layer_costs_what_the_frozen_base_costs(topology: str, with_lora: bool, pools: Callable[[int], Pool]) -> None:
     two = pools(2).run(_count, topology, 2, with_lora)[0]
     four = pools(2).run(_count, topology, 4, with_lora)[0]
-    per_layer = {
-        phase: {kind: (four[phase][kind] - two[phase].get(kind, 0)) / 2 for kind in four[phase]} for phase in four
-    }
-    assert {phase: {k: n for k, n in counts.items() if n} for phase, counts in per_layer.items()} == BUDGET[topology]
+    assert {key: (n - two.get(key, 0)) / 2 for key, n in four.items() if n != two.get(key, 0)} == BUDGET[topology]
 
 
 def _count_micro_batch(
@@ -89,10 +81,7 @@ def _count_micro_batch(
         model.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "forward"), prepend=True),
         model.register_forward_hook(lambda *_: setattr(counter, "phase", "loss")),
     ]
-    with counter:
-        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
-        counter.phase = "backward"
-        loss.backward()
+    count_passes(model, ids, counter)
     for hook in hooks:
         hook.remove()
     plan = runtime(model).plan
@@ -126,12 +115,8 @@ def _bytes_of_attention(topology: str) -> tuple[dict[str, float], int]:
     """(what a rank gives the collectives of keys and values, in units of its own pair, by phase; layers)."""
     lora = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
     model = meshlora.load(twin_config("llama"), lora=lora, topology=topology)
-    ids, counter = torch.arange(3, 51).view(2, 24), CollectiveCounter()
-    counter.phase = "forward"
-    with counter:
-        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
-        counter.phase = "backward"
-        loss.backward()
+    ids = torch.arange(3, 51).view(2, 24)
+    counter = count_passes(model, ids)
     config = model.config
     pair = 2 * config.num_key_value_heads * config.head_dim * 4 * ids.numel() // runtime(model).mesh.cp.size
     sent = {phase: counter.sent[phase, "alltoall"] / pair for phase in ("forward", "backward")}
@@ -156,15 +141,16 @@ def test_a_micro_batch_of_cut_sequences_costs_what_the_plan_says(
         assert counted == budget
 
 
-def _count_step(topology: str) -> dict[str, int]:
+def _count_step(topology: str) -> dict[tuple[str, str], int]:
     model = meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules="all-linear"), topology=topology)
     model(input_ids=torch.ones(2, 8, dtype=torch.int64)).logits.sum().backward()
-    with CommCounter() as counter:
+    with CollectiveCounter() as counter:
+        counter.phase = "step"
         meshlora.finish_gradients(model, num_tokens=16)
     return dict(counter.counts)
 
 
 def test_a_step_adds_one_bucket_per_set_of_axes_and_one_scalar(pools: Callable[[int], Pool]) -> None:
-    assert pools(4).run(_count_step, "dp=2,tp=2")[0] == {"allreduce": 3}
-    assert pools(2).run(_count_step, "tp=2")[0] == {"allreduce": 1}
-    assert pools(2).run(_count_step, "dp=2")[0] == {"allreduce": 2}
+    assert pools(4).run(_count_step, "dp=2,tp=2")[0] == {("step", "allreduce"): 3}
+    assert pools(2).run(_count_step, "tp=2")[0] == {("step", "allreduce"): 1}
+    assert pools(2).run(_count_step, "dp=2")[0] == {("step", "allreduce"): 2}

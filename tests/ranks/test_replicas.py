@@ -25,10 +25,10 @@ from meshlora.run.together import prepare_run
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora_ground.topology import Topology
+from meshlora_judge.capture import CollectiveCounter
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool, wait_for_all
-from tests.ranks.test_budget import CommCounter
 from tests.run_files import copy_lines, metrics_of, write_run_file
 
 LAYER = "model.layers.0"
@@ -97,7 +97,7 @@ def _verdict(
     dtype: str,
     family: str,
     shape: dict[str, int],
-) -> tuple[str, Counter[str]]:
+) -> tuple[str, Counter[tuple[str, str]]]:
     """(what the check says, its collectives) with `faults[rank] = (factor, change)`."""
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = meshlora.load(twin_config(family, **shape), lora=lora, topology=topology, dtype=dtype)
@@ -106,7 +106,8 @@ def _verdict(
         name, change = faults[rank]
         change(factors[name].data)
     said = ""
-    with CommCounter() as counter:
+    with CollectiveCounter() as counter:
+        counter.phase = "check"
         try:
             check_replicas(model, step=7, last_saved=Path("out/checkpoints/step-000005"))
         except meshlora.MeshloraError as error:
@@ -120,7 +121,7 @@ def _agreed(
     """What the check says, the same on every rank, for one collective."""
     (said, counts), *others = pool.run(_verdict, topology, faults, dtype, family, shape)
     assert all(other == (said, counts) for other in others)
-    assert counts == {"allgather": 1}
+    assert counts == {("check", "allgather"): 1}
     return said
 
 

@@ -15,16 +15,15 @@ from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.train.losses import shifted_loss
 from meshlora.verify.budget import Flow, Sizes, micro_batch_messages
 from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes, run_proof
 from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import LAYERS, Topology
-from meshlora_judge.capture import CollectiveCounter
 from meshlora_judge.judge import _Judge
 from meshlora_judge.twin import twin_config
 from tests.pool import Pool
+from tests.ranks.test_budget import count_passes
 from tests.ranks.test_stages import _passed_on
 from tests.torch_messages import over_torch
 
@@ -49,12 +48,8 @@ def _sent(topology: str) -> tuple[dict[Any, Any], dict[Any, Any]]:
     lora = LoraConfig(target_modules="all-linear", init_lora_weights=False)
     blueprint = make_blueprint(twin_config("llama"), Topology.parse(topology), BaseOptions(dtype="float32"))
     model = load_blueprint(blueprint.with_adapter(lora), device="cpu")
-    ids, counter, plan = torch.arange(3, 51).view(2, 24), CollectiveCounter(), runtime(model).plan
-    counter.phase = "forward"
-    with counter:
-        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
-        counter.phase = "backward"
-        loss.backward()
+    ids, plan = torch.arange(3, 51).view(2, 24), runtime(model).plan
+    counter = count_passes(model, ids)
     sizes = Sizes(ids.numel(), 24, model.config.hidden_size)
     messages = micro_batch_messages(plan, Flow.everywhere(plan), sizes, ranks={}, scaled=())
     planned = {(m.phase, m.kind): (m.calls, m.calls * m.num_bytes) for _, m in messages if m.axes == LAYERS}
