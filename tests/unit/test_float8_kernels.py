@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 
 from meshlora.wings.quantized.float8_gpu import _across_by_definition, _rounded_by_definition
 from tests.float8_numbers import FACTOR, SHAPES, WIDTHS, codes, rows
+from tests.kernels import check_compiling
 
 pytestmark = pytest.mark.liger
 
@@ -66,11 +64,8 @@ def _numbers(x: Tensor) -> Tensor:
     return x.float()
 
 
-# Compiled as on a GPU, which the interpreter is not: it takes what the compiler refuses, and divides exactly.
+# The interpreter divides exactly.
 _COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from meshlora.wings.quantized import float8_kernels as kernels
 
 def check(fn, signature, **constants):
@@ -91,6 +86,4 @@ for plain in (False, True):
 
 
 def test_kernels_compile_for_gpus_that_have_float8() -> None:
-    code = f"import os; del os.environ['TRITON_INTERPRET']; {_COMPILE.strip()}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_compiling(_COMPILE)

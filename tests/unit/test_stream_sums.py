@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +31,7 @@ from meshlora.wings.kernels.stream_sums import (
 )
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
-from tests.kernels import STAND_IN
+from tests.kernels import STAND_IN, check_compiling
 from tests.twins import make_batches, make_twin
 
 TOKENS, WIDTH, SCALE, EPS = 37, 300, 0.7, 1e-5
@@ -81,11 +79,7 @@ def test_kernels_compute_what_autograd_does(dtype: torch.dtype, limit: float, ra
     assert max(found.values()) < limit, found
 
 
-# As on a GPU, which the interpreter is not: it takes what the compiler refuses.
 _COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from meshlora.wings.kernels import stream_kernels as kernels
 
 wide = {"eps": "fp32", "scale": "fp32", "inverse": "*fp32"}
@@ -102,9 +96,7 @@ for kernel in (kernels._stream_sum, kernels._stream_back):
 
 @pytest.mark.liger
 def test_kernels_compile() -> None:
-    code = f"import os; del os.environ['TRITON_INTERPRET']; {_COMPILE.strip()}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_compiling(_COMPILE)
 
 
 # --- the graph --------------------------------------------------------------------------------------------------------

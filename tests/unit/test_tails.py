@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from meshlora.wings.kernels import loss_chunk
 from meshlora.wings.kernels import tails as module
 from meshlora.wings.kernels.liger import check_kernels
 from meshlora.wings.kernels.tails import GateFunction, Tails, tails
-from tests.kernels import STAND_IN
+from tests.kernels import STAND_IN, check_compiling
 from tests.twins import make_batches, make_twin
 
 TOKENS, WIDTH, SCALE = 37, 150, 0.7
@@ -105,11 +103,7 @@ def test_kernels_of_the_loss_compute_its_definition(dtype: torch.dtype) -> None:
     check_kernels(dataclasses.replace(STAND_IN, chunk=own), torch.device("cpu"), dtype)
 
 
-# As on a GPU, which the interpreter is not: it takes what the compiler refuses.
 _COMPILE = """
-from triton import compile
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from meshlora.wings.kernels import tail_kernels as kernels
 
 constants = {"R": 16, "ROWS": 32, "WIDE": 128}
@@ -125,9 +119,7 @@ for kernel in (kernels._gate_tail, kernels._gate_tail_back):
 
 @pytest.mark.liger
 def test_kernels_compile() -> None:
-    code = f"import os; del os.environ['TRITON_INTERPRET']; {_COMPILE.strip()}"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
+    check_compiling(_COMPILE)
 
 
 # --- the MLP that calls them ------------------------------------------------------------------------------------------
