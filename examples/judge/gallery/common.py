@@ -34,6 +34,8 @@ logging.set_verbosity_error()
 
 LENGTHS = (9, 5, 12, 7, 4, 11, 6, 3)
 VOCABULARY = 97
+# Of a Trainer that takes one step, and is silent.
+ONE_STEP = {"max_steps": 1, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True}
 # What a script does on one rank: (rank, its folder, whether the fault is taken out).
 Patient = Callable[[int, Path, bool], None]
 

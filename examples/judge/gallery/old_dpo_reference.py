@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import VOCABULARY, base_model, rows, run, with_adapter
+from common import ONE_STEP, VOCABULARY, base_model, rows, run, with_adapter
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -28,15 +28,7 @@ def patient(rank: int, folder: Path, is_repaired: bool) -> None:
     texts = [" ".join(map(str, ids)) for ids in few]
     pairs = {"prompt": texts[:4], "chosen": texts[2:6], "rejected": texts[4:8]}
     arguments = DPOConfig(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=4,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-        bf16=False,
-        gradient_checkpointing=False,
+        output_dir=f"{folder}/out", per_device_train_batch_size=4, bf16=False, gradient_checkpointing=False, **ONE_STEP
     )
     model = with_adapter(base_model(folder), init_lora_weights=True)
     for name, parameter in model.named_parameters():

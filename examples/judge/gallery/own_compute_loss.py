@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common import base_model, collated, rows, run, with_adapter
+from common import ONE_STEP, base_model, collated, rows, run, with_adapter
 from transformers import Trainer, TrainingArguments
 
 import meshlora_judge
@@ -22,12 +22,8 @@ def patient(rank: int, folder: Path, is_repaired: bool) -> None:
         output_dir=f"{folder}/out",
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
         max_grad_norm=0.0,
+        **ONE_STEP,
     )
     kind = Trainer if is_repaired else Own
     trainer = kind(with_adapter(base_model(folder)), arguments, train_dataset=rows([9] * 8), data_collator=collated)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from common import base_model, collated, rows, run, with_adapter
+from common import ONE_STEP, base_model, collated, rows, run, with_adapter
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
@@ -18,15 +18,7 @@ class Own(Trainer):
 
 
 def patient(rank: int, folder: Path, is_repaired: bool) -> None:
-    arguments = TrainingArguments(
-        output_dir=f"{folder}/out",
-        per_device_train_batch_size=2,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = TrainingArguments(output_dir=f"{folder}/out", per_device_train_batch_size=2, **ONE_STEP)
     kind = Trainer if is_repaired else Own
     trainer = kind(with_adapter(base_model(folder)), arguments, train_dataset=rows(), data_collator=collated)
     with meshlora_judge.record(trainer, folder / "seen"):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from common import base_model, collated, rows, run, with_adapter
+from common import ONE_STEP, base_model, collated, rows, run, with_adapter
 from transformers import Trainer, TrainingArguments
 
 import meshlora_judge
@@ -19,11 +19,7 @@ def patient(rank: int, folder: Path, is_repaired: bool) -> None:
         per_device_train_batch_size=2,
         gradient_accumulation_steps=2,
         average_tokens_across_devices=is_repaired,
-        max_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
+        **ONE_STEP,
     )
     model = with_adapter(base_model(folder))
     trainer = Trainer(model, arguments, train_dataset=rows(), data_collator=collated)
