@@ -114,11 +114,11 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def no_such_folder(option: str, given: str | Path) -> UserError:
-    """The error for a folder that is neither there nor a name of the hub."""
+def no_such_folder(given: str | Path) -> UserError:
+    """The error for a model that is neither a folder there nor a name of the hub."""
     rule, way_out = "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
     if not Path(given).is_absolute():
         rule += f" in {Path.cwd()}"
         if elsewhere := found_above(f"{given}"):
             way_out = f"from here it is {elsewhere}"
-    return UserError(f"{option} {str(given)!r}", rule, way_out)
+    return UserError(f"model {str(given)!r}", rule, way_out)

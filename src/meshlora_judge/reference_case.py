@@ -64,7 +64,7 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     try:
         trace = trace_case(here, precision="float64")
-    except Exception as error:
+    except Exception as error:  # of any library, and raised again
         if not isinstance(error, MeshloraError):
             reference.check_forward(here.base, _case_batches(here, 0)[0], error)
         raise

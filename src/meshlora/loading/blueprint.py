@@ -270,7 +270,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         return model
     folder = Path(model)
     if not folder.is_dir():
-        raise no_such_folder("model", model)
+        raise no_such_folder(model)
     if (folder / CONFIG_FILE).exists():
         rule = f"it holds {CONFIG_FILE}, by which transformers would load another base, with that adapter"
         raise UserError(f"model {folder}", rule, "give the base model's own folder, and the adapter one of its own")

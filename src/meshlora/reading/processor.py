@@ -37,7 +37,7 @@ def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
     except ImportError as error:
         way_out = "pip install 'meshlora[images]'"
         raise UserError(f"processor in {path}", f"it needs a library ({reason(error)})", way_out) from error
-    except Exception as error:
+    except Exception as error:  # untrusted files read by a library may raise anything
         way_out = "is preprocessor_config.json there?"
         raise UserError(f"processor in {path}", f"it cannot be loaded ({reason(error)})", way_out) from error
     if getattr(processor, "image_token", None) is None:

@@ -40,7 +40,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
             _check_numbers(Path(path, name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
-    except Exception as error:
+    except Exception as error:  # untrusted files read by a library may raise anything
         rule = f"it cannot be loaded ({reason(error)})"
         raise UserError(f"tokenizer in {path}", rule, "is tokenizer.json there and whole?") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)

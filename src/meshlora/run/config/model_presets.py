@@ -36,7 +36,7 @@ class Facts:
 def facts_of(folder: str | Path) -> Facts:
     """Read them of a model's config.json, or its text part. Raises: UserError: it is missing, or has no width."""
     if not Path(folder).is_dir():
-        raise no_such_folder("model", folder)
+        raise no_such_folder(folder)
     config = read_json(Path(folder) / "config.json")
     whole = config if isinstance(config, Mapping) else {}
     text = _group(whole, "text_config") or whole
