@@ -200,7 +200,7 @@ def page(found: dict[int, Times], counted: dict[str, dict[str, tuple[int, int]]]
     lines = [
         f"Llama, hidden {MODEL['hidden_size']}, {MODEL['num_hidden_layers']} layers, intermediate "
         f"{MODEL['intermediate_size']}, vocab {MODEL['vocab_size']}, {MODEL['num_attention_heads']}/"
-        f"{MODEL['num_key_value_heads']} heads, LoRA r={RANK} on all seven linears, one row, gloo, one thread a rank.",
+        f"{MODEL['num_key_value_heads']} heads, LoRA r={RANK} on all seven linears, one row, gloo, one thread a rank."
     ]
     for of_length, by_name in found.items():
         lines += [

@@ -188,9 +188,7 @@ def check_parity(
             return float((found[dtype, kind][1][name] - exact[name]).norm() / exact[name].norm())
 
         differences = [off("float32", "ours", name) for name in exact]
-        worst[str(shape)] = {
-            "float32": max(abs(found["float32", "ours"][0] - loss) / abs(loss), *differences),
-        }
+        worst[str(shape)] = {"float32": max(abs(found["float32", "ours"][0] - loss) / abs(loss), *differences)}
         if "bfloat16" in dtypes:
             further = [off("bfloat16", "ours", name) / off("bfloat16", "peft", name) for name in exact]
             worst[str(shape)]["bfloat16"] = max(further)

@@ -160,11 +160,7 @@ def load(system: System, folder: Path) -> Candidate:
     """`system` with the checkpoint and the adapter under `folder`."""
     if system.kind == "meshlora":
         model = meshlora.load(
-            folder / "model",
-            adapter=folder / "adapter",
-            topology=system.topology,
-            dtype=system.dtype,
-            device="cpu",
+            folder / "model", adapter=folder / "adapter", topology=system.topology, dtype=system.dtype, device="cpu"
         )
         return Meshlora(model)
     sharding = {"tp_plan": "auto"} if system.kind == "transformers" else {}

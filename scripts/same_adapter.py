@@ -43,12 +43,7 @@ from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_loss
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR_LIMIT, LOSS_LIMIT, LOGITS_LIMIT = 1e-5, 1e-3, 1e-11
 ON_ALL: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-ON_Q_AND_V: dict[str, Any] = {
-    "r": 4,
-    "lora_alpha": 32,
-    "target_modules": ["c_attn"],
-    "pieces": {"c_attn": ["q", "v"]},
-}
+ON_Q_AND_V: dict[str, Any] = {"r": 4, "lora_alpha": 32, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
 
 
 def main() -> int:

@@ -260,11 +260,7 @@ PUBLISHED = {
     "fbgemm": Published("llama", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fbgemm),
     "compressed-tensors fp8": Published("llama", _CT, _fp8_rows),
     "compressed-tensors int4 experts": Published(
-        "qwen3_moe",
-        _CT | {"format": "pack-quantized"},
-        _int4,
-        _MOE,
-        _EXPERTS,
+        "qwen3_moe", _CT | {"format": "pack-quantized"}, _int4, _MOE, _EXPERTS
     ),
     "compressed-tensors int4 with zeros": Published(
         "llama", _ct("pack-quantized", num_bits=4, group_size=BLOCK), _with_zeros(4)

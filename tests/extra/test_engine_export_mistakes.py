@@ -25,18 +25,7 @@ from meshlora_extra.rl.publishing import publish
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from tests.extra.test_merge import one_error
 from tests.for_each import for_each
-from tests.unit.engine_adapters import (
-    BOTH,
-    HIDDEN,
-    KINDS,
-    WEIGHTS,
-    E,
-    R,
-    change,
-    make_adapter,
-    meta,
-    same_tensors,
-)
+from tests.unit.engine_adapters import BOTH, HIDDEN, KINDS, WEIGHTS, E, R, change, make_adapter, meta, same_tensors
 from tests.unit.test_expert_format import OWN, SIZES
 
 
@@ -62,11 +51,7 @@ def test_engines_know_one_scale(lora: dict[str, Any], models: Callable[[str], Pa
         ("granitemoe", {"target_parameters": BOTH}, "not known what serving engines call its projections"),
         ("llama", {"target_modules": ["q_proj"]}, "has no routed experts"),
         ("qwen3_moe", {"target_modules": ["q_proj"]}, "it is on no experts"),
-        (
-            "phimoe",
-            {"target_parameters": ["router.weight", *BOTH]},
-            "LoRA on the router model.layers.0.mlp.rout",
-        ),
+        ("phimoe", {"target_parameters": ["router.weight", *BOTH]}, "LoRA on the router model.layers.0.mlp.rout"),
         ("phimoe", {"target_modules": ["router"], "target_parameters": BOTH}, "LoRA on PhimoeTopKRouter is not supp"),
         (
             "qwen3_moe",
@@ -163,10 +148,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
         lambda t: t.pop(expert_key("up_proj.lora_B")),
         "lacks 1 of 4 experts' factors, first .*2.up_proj.lora_B",
     ),
-    "nan": (
-        lambda t: t[expert_key("gate_proj.lora_A")].fill_(math.nan),
-        "experts.2.gate_proj.lora_A.*not finite",
-    ),
+    "nan": (lambda t: t[expert_key("gate_proj.lora_A")].fill_(math.nan), "experts.2.gate_proj.lora_A.*not finite"),
     "integers": (
         lambda t: t.update({expert_key("gate_proj.lora_A"): torch.ones(R, HIDDEN, dtype=torch.int64)}),
         "its type is I64",

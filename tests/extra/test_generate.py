@@ -298,10 +298,7 @@ def test_command_says_on_each_mesh_what_one_process_says(
 @pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "topology", "draws"),
-    [
-        *((family, on, draws) for family, on in ON_TWO_RANKS for draws in (False, True)),
-        ("qwen3_moe", None, True),
-    ],
+    [*((family, on, draws) for family, on in ON_TWO_RANKS for draws in (False, True)), ("qwen3_moe", None, True)],
 )
 def test_command_starts_its_ranks(
     family: str, topology: str | None, draws: bool, speaking: Callable[[str], Path], tmp_path: Path

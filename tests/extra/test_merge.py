@@ -154,10 +154,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied_neither": ("gemma", {"target_modules": ["q_proj"]}),
     "tied_head_saved": ("gemma", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "tied_embedding_saved": ("gemma", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
-    "tied_embedding_and_head_saved": (
-        "gemma",
-        {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]},
-    ),
+    "tied_embedding_and_head_saved": ("gemma", {"target_modules": ["embed_tokens"], "modules_to_save": ["lm_head"]}),
     "tied_on_purpose": ("gemma", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
     "tied_saved_on_purpose": (
         "gemma",

@@ -83,9 +83,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("minicpm3", "tp=2,sp", {}, id="input_of_low_rank"),
         # By default with the base sharded, in `test_planner_base`.
         pytest.param(
-            *("gemma2", "tp=2", {"config": {"num_hidden_layers": 6}}),
-            id="two_kinds_of_layers",
-            marks=pytest.mark.proof,
+            *("gemma2", "tp=2", {"config": {"num_hidden_layers": 6}}), id="two_kinds_of_layers", marks=pytest.mark.proof
         ),
         pytest.param("gpt_neox", "tp=2,sp", {}, id="parallel_residual"),
         pytest.param("olmo2", "tp=2", {}, id="wide_norms"),

@@ -333,11 +333,7 @@ class _PeftEngine:
                     ids.append(int(torch.multinomial(log_p.exp(), 1)))
                     scores.append(float(log_p[ids[-1]]))
                 choices.append(
-                    {
-                        "index": len(choices),
-                        "token_ids": ids[len(prompt) :],
-                        "logprobs": {"token_logprobs": scores},
-                    }
+                    {"index": len(choices), "token_ids": ids[len(prompt) :], "logprobs": {"token_logprobs": scores}}
                 )
         return 200, {"choices": choices}
 

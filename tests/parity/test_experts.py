@@ -68,11 +68,7 @@ def test_every_axis_at_once_on_eight_ranks(family: str, prove: Prove) -> None:
 ON_PARTS: dict[str, dict[str, Any]] = {
     "pieces": {"target_parameters": ["experts.gate_proj", "experts.up_proj", "experts.down_proj"]},
     "shared": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"], "share_experts": True},
-    "shared piece": {
-        "target_parameters": ["experts.up_proj"],
-        "share_experts": True,
-        "init_lora_weights": "gaussian",
-    },
+    "shared piece": {"target_parameters": ["experts.up_proj"], "share_experts": True, "init_lora_weights": "gaussian"},
     "one projection": {"target_parameters": ["experts.down_proj"], "use_rslora": True, "target_modules": []},
 }
 

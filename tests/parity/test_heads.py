@@ -86,11 +86,7 @@ MIXERS = {
 _PATTERNS = {"use_dora": True, "use_rslora": True, "rank_pattern": {"in_proj.*": 6}, "alpha_pattern": {"in_proj.*": 5}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "DoRA, rsLoRA and patterns": {"topologies": ("tp=2,sp", "dp=2,tp=2"), "lora": _PATTERNS},
-    "nf4, recomputed": {
-        "topologies": ("tp=2,sp", "dp=2,dp_shard,tp=2"),
-        "quantization": "nf4",
-        "recompute": True,
-    },
+    "nf4, recomputed": {"topologies": ("tp=2,sp", "dp=2,dp_shard,tp=2"), "quantization": "nf4", "recompute": True},
     "fp8": {"topologies": ("tp=2",), "quantization": "fp8"},
     "several adapters": {"topologies": ("dp=2,tp=2,sp",), "adapters": 2},
     "resumed": {"topologies": ("dp=2,dp_shard,tp=2,sp",), "resume": True},

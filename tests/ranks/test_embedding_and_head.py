@@ -149,8 +149,7 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.fixture(
-    scope="module",
-    params=[pytest.param(n, marks=[] if n in ("llama", "gpt2") else pytest.mark.proof) for n in FILES],
+    scope="module", params=[pytest.param(n, marks=[] if n in ("llama", "gpt2") else pytest.mark.proof) for n in FILES]
 )
 def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`model`, a float64 twin, and `adapter`, one of which nothing is zero nor what the base has."""

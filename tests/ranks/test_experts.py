@@ -48,12 +48,7 @@ TOPOLOGIES = [
 
 
 # Of these, by default: both axes, on ranks of dp, of tp and with sp, and the way in two stages.
-OFTEN = (
-    "dp=4,ep=2,etp=2",
-    "dp=4,ep=2,etp=2,two-stage",
-    "dp=2,tp=2,ep=2,etp=2",
-    "dp=2,tp=2,sp,ep=2,etp=2",
-)
+OFTEN = ("dp=4,ep=2,etp=2", "dp=4,ep=2,etp=2,two-stage", "dp=2,tp=2,ep=2,etp=2", "dp=2,tp=2,sp,ep=2,etp=2")
 
 
 def _rest(values: Iterable[str], often: Collection[str]) -> list[Any]:

@@ -210,13 +210,7 @@ def test_experts_of_the_second_forward_are_those_of_the_first(
     for mode in ("none", "full"):
         name = f"{mode}-{mesh}"
         experts._run(
-            pools,
-            folder,
-            name,
-            mesh,
-            recompute=mode,
-            routing_replay=str(routed_elsewhere),
-            router_aux_loss_coef=1.0,
+            pools, folder, name, mesh, recompute=mode, routing_replay=str(routed_elsewhere), router_aux_loss_coef=1.0
         )
         outputs.append(folder / name)
     plain, again = outputs

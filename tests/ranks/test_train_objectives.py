@@ -115,11 +115,7 @@ def _column(output: Path, name: str) -> list[float]:
             "has chosen and rejected, which train.objective dpo and its like read",
         ),
         ("policy", {"train__routing_record": "somewhere"}, "runs the frozen base too"),
-        (
-            "dpo",
-            {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")},
-            "'chosen' is missing",
-        ),
+        ("dpo", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "'chosen' is missing"),
         ("policy", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "has neither advantage nor"),
         ("policy", {"data__train": "nowhere.jsonl"}, "there is no such file"),
         ("policy", {"data__columns": {"advantage": "reward"}}, "has neither advantage"),

@@ -48,11 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
 def _lora(family: str, init: str) -> LoraConfig:
     return LoraConfig(
-        r=4,
-        lora_alpha=8,
-        target_modules=LINEARS[family],
-        init_lora_weights=init,
-        fan_in_fan_out=family == "gpt2",
+        r=4, lora_alpha=8, target_modules=LINEARS[family], init_lora_weights=init, fan_in_fan_out=family == "gpt2"
     )
 
 

@@ -121,10 +121,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path]]] = {
         "qwen3_moe",
         lambda f: make_adapter("qwen3_moe", f, target_modules=["q_proj", "o_proj"], target_parameters=BOTH),
     ),
-    "mixtral": (
-        "mixtral",
-        lambda f: make_adapter("mixtral", f, target_modules=["v_proj"], target_parameters=BOTH),
-    ),
+    "mixtral": ("mixtral", lambda f: make_adapter("mixtral", f, target_modules=["v_proj"], target_parameters=BOTH)),
     "gate_up_alone": ("mixtral", lambda f: make_adapter("mixtral", f, target_parameters=BOTH[:1])),
     "down_alone": ("mixtral", lambda f: make_adapter("mixtral", f, target_parameters=BOTH[1:])),
     "one_layer": (

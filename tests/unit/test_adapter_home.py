@@ -79,9 +79,7 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
 
 
 @pytest.mark.long
-def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
-    tmp_path: Path,
-) -> None:
+def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(tmp_path: Path) -> None:
     """It named `--resume`, and a step, and lost the loss where the last checkpoint was of the last step."""
     copy_lines("train", tmp_path / "train.jsonl", 0, 8)
     copy_lines("train", tmp_path / "eval.jsonl", 0, 8)  # whose loss falls

@@ -20,12 +20,7 @@ from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.scripts import load_script
 
-GOOD = {
-    "model": {"path": "x"},
-    "data": {"train": "a.jsonl"},
-    "train": {"output": "o", "steps": 3},
-    "lora": {"r": 4},
-}
+GOOD = {"model": {"path": "x"}, "data": {"train": "a.jsonl"}, "train": {"output": "o", "steps": 3}, "lora": {"r": 4}}
 
 
 def _message(group: str, key: str, folder: Path) -> str:
@@ -133,10 +128,7 @@ def test_key_of_ours_in_another_place_goes_before_a_trainers_of_its_name(tmp_pat
         ({"kind": "dpo", "loss": ["sigmoid", "sigmoid"]}, "name each loss once"),
         ({"kind": "dpo", "loss": "sft"}, "it is of better answers alone; give kind: sft, or a loss beside it"),
         ({"kind": "dpo", "loss": ["ipo", "sft"], "loss_weights": [1.0]}, "1 loss_weights for 2 losses"),
-        (
-            {"kind": "dpo", "loss": "hinge", "label_smoothing": 0.1},
-            "an effect with loss sigmoid, exo_pair, robust",
-        ),
+        ({"kind": "dpo", "loss": "hinge", "label_smoothing": 0.1}, "an effect with loss sigmoid, exo_pair, robust"),
         ({"kind": "dpo", "loss": "exo_pair"}, "give label_smoothing: 0.001"),
         ({"kind": "dpo", "loss": "nca_pair", "f_divergence": "forward_kl"}, "in differences of two answers alone"),
         ({"kind": "dpo", "loss": "aot", "f_divergence": "forward_kl"}, "in differences of two answers alone"),

@@ -18,10 +18,7 @@ def _rank(name: str, ranks: Ranks, *, is_in: bool, **entered: int) -> Arrivals:
 
 
 def test_the_rank_that_is_not_in_the_collective_is_named() -> None:
-    known = {
-        0: _rank("all_reduce", ROW, is_in=True, row=7),
-        1: _rank("all_gather", ROW, is_in=False, row=6),
-    }
+    known = {0: _rank("all_reduce", ROW, is_in=True, row=7), 1: _rank("all_gather", ROW, is_in=False, row=6)}
     assert say_who_is_missing(known.get, 0, timeout_s=5) == (
         "all_reduce over ranks 0, 1 (number 7 of this group) was given up after 5 s (train.timeout_s): rank 1 did not "
         "arrive; rank 1 was last in all_gather over ranks 0, 1"

@@ -152,10 +152,7 @@ def test_slices_are_found_in_masks() -> None:
     ]
     others = np.setdiff1d(np.arange(32), own)
     # The heads see nothing of the other's, the tails all; three queries of the second document are few.
-    assert of_rank(own, others, mask, is_own=False) == [
-        (slice(5, 10), [(slice(0, 10), False)]),
-        (slice(13, 16), None),
-    ]
+    assert of_rank(own, others, mask, is_own=False) == [(slice(5, 10), [(slice(0, 10), False)]), (slice(13, 16), None)]
     whole = [(slice(0, 20), [(slice(0, 20), True)]), (slice(20, 32), [(slice(20, 32), True)])]
     assert list(groups_of(Seen.of_mask(mask, np.arange(32)))) == whole
     assert list(groups_of(Seen.of_mask(mask[own], own))) == [
@@ -167,10 +164,7 @@ def test_slices_are_found_in_masks() -> None:
     assert window == [(slice(0, 6), [(slice(0, 6), True)]), (slice(6, 32), None)]
     ends = np.repeat([3, 5], 4)
     same_start = Seen(np.zeros(8, dtype=int), ends, ends + 1, np.full(8, -1))
-    assert list(groups_of(same_start)) == [
-        (slice(0, 4), [(slice(0, 4), False)]),
-        (slice(4, 8), [(slice(0, 6), False)]),
-    ]
+    assert list(groups_of(same_start)) == [(slice(0, 4), [(slice(0, 4), False)]), (slice(4, 8), [(slice(0, 6), False)])]
     assert list(groups_of(Seen.of_mask(torch.zeros(9, 4, dtype=torch.bool), np.arange(9)))) == []
 
 

@@ -145,11 +145,7 @@ PRIVATE = [
     Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_name", "to be named by torch.distributed"),
     Private("NamedGroup", "torch.distributed.ProcessGroup._set_group_desc", "to be described by torch.distributed"),
     Private("job_store", "torch.distributed.distributed_c10d._get_default_store", "to tell who is missing"),
-    Private(
-        "can_split_groups",
-        "torch.distributed.distributed_c10d._get_default_group",
-        "to open an axis at once",
-    ),
+    Private("can_split_groups", "torch.distributed.distributed_c10d._get_default_group", "to open an axis at once"),
     Private("abort_groups", "torch.distributed.distributed_c10d._abort_process_group", "to end with a failed rank"),
     Private(
         "set_timeout",

@@ -61,11 +61,7 @@ def test_tensors_are_int64() -> None:
         assert {batch.input_ids.dtype, batch.attention_mask.dtype, batch.labels.dtype} == {torch.int64}
 
 
-@given(
-    lengths=st.lists(st.integers(1, 40), max_size=9),
-    token_multiple=st.integers(1, 16),
-    data=st.data(),
-)
+@given(lengths=st.lists(st.integers(1, 40), max_size=9), token_multiple=st.integers(1, 16), data=st.data())
 def test_batch_is_the_smallest_that_token_multiple_divides_and_loses_nothing(
     lengths: list[int], token_multiple: int, data: st.DataObject
 ) -> None:

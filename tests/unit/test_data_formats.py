@@ -130,10 +130,7 @@ MILL = [Plain("name : The Mill | food : English", " The Mill is English ."), Pla
 HH = "\n\nHuman: Name a colour.\n\nAssistant: It is"
 # Each answer, then the one to the other prompt beside it.
 CROSSED = [(TWO[0], ["Five.", "Six."]), (TWO[2], ["Six.", "Five."])]
-RANKED = [
-    (TWO[0], ["Five.", "Dog.", "Six.", "Dog."]),
-    (COLOUR.messages[0], ["Red.", "Six.", "Dog.", "Six."]),
-]
+RANKED = [(TWO[0], ["Five.", "Dog.", "Six.", "Dog."]), (COLOUR.messages[0], ["Red.", "Six.", "Dog.", "Six."])]
 ASKED = {"columns": {"prompt": "question", "completion": "answer"}}
 PAIRS = {"reader": "pairs"}
 CASES = [

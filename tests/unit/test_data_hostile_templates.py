@@ -47,10 +47,7 @@ HOSTILE = {
         MEMORY,
     ),
     "written_without_end": ("{% for a in range(99999) %}{{ 'a' * 10**6 }}{% endfor %}", MEMORY),
-    "text_over_the_limit": (
-        "{% for a in range(40) %}{{ 'a' * 10**6 }}{% endfor %}",
-        "its text is longer than",
-    ),
+    "text_over_the_limit": ("{% for a in range(40) %}{{ 'a' * 10**6 }}{% endfor %}", "its text is longer than"),
     "digits": ("{{ 10**5000 }}", "4300 digits"),
     "power_of_a_power": ("{{ 10 ** (10**10) > 1 }}", TIME),
     "range": ("{% for a in range(10**12) %}{% endfor %}", "OverflowError"),

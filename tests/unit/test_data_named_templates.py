@@ -51,14 +51,8 @@ _ALPACA = "### Instruction:\nhi\n\n### Response:\n⟦hello<eos>⟧\n\n### Instru
 # Name -> the same conversation without and with a turn of the system, what is trained between ⟦ and ⟧.
 EXPECTED = {
     "chatml": (_CHATML, f"<|im_start|>system\nbe kind<|im_end|>\n{_CHATML}"),
-    "qwen": (
-        f"<|im_start|>system\n{QWEN}<|im_end|>\n{_CHATML}",
-        f"<|im_start|>system\nbe kind<|im_end|>\n{_CHATML}",
-    ),
-    "llama3": (
-        f"<bos>{_LLAMA3}",
-        f"<bos><|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>{_LLAMA3}",
-    ),
+    "qwen": (f"<|im_start|>system\n{QWEN}<|im_end|>\n{_CHATML}", f"<|im_start|>system\nbe kind<|im_end|>\n{_CHATML}"),
+    "llama3": (f"<bos>{_LLAMA3}", f"<bos><|start_header_id|>system<|end_header_id|>\n\nbe kind<|eot_id|>{_LLAMA3}"),
     "llama2": (
         "<bos>[INST] hi [/INST]⟦ hello <eos>⟧<bos>[INST] and? [/INST]⟦ bye <eos>⟧",
         "<bos>[INST] <<SYS>>\nbe kind\n<</SYS>>\n\nhi [/INST]⟦ hello <eos>⟧<bos>[INST] and? [/INST]⟦ bye <eos>⟧",

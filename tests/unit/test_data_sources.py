@@ -194,10 +194,7 @@ def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_contro
         ('{"messages": [{"role": "user", "content": "hi"}]}', "no assistant turn"),
         ('{"messages": ["hi"]}', "messages[0] is a string, not an object"),
         ('{"messages": [{"content": "hi"}]}', "messages[0] has no role"),
-        (
-            '{"messages": [{"role": "asistant", "content": "hi"}]}',
-            "unknown role 'asistant'; did you mean 'assistant'?",
-        ),
+        ('{"messages": [{"role": "asistant", "content": "hi"}]}', "unknown role 'asistant'; did you mean 'assistant'?"),
         ('{"messages": [{"role": ["user"], "content": "hi"}]}', "unknown role"),
         ('{"messages": [{"role": "assistant"}]}', "messages[0] has no content"),
         ('{"messages": [{"role": "assistant", "content": null}]}', "messages[0] has no content"),

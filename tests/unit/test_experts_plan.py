@@ -148,16 +148,8 @@ def test_projections_are_listed_by_name() -> None:
             "etp=3: etp must divide the width 32 of the experts of model.layers.1.mlp.experts; "
             "use etp in {1, 2, 4, 8, 16, 32}",
         ),
-        (
-            "llama",
-            "dp=2,ep=2",
-            "topology dp=2,ep=2: model_type 'llama' has no routed experts; leave out ep, etp",
-        ),
-        (
-            "llama",
-            "dp=2,etp=2",
-            "topology dp=2,etp=2: model_type 'llama' has no routed experts; leave out ep, etp",
-        ),
+        ("llama", "dp=2,ep=2", "topology dp=2,ep=2: model_type 'llama' has no routed experts; leave out ep, etp"),
+        ("llama", "dp=2,etp=2", "topology dp=2,etp=2: model_type 'llama' has no routed experts; leave out ep, etp"),
     ],
 )
 def test_topology_that_does_not_fit_the_experts_says_what_does(family: str, topology: str, message: str) -> None:

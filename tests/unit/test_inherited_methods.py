@@ -88,10 +88,7 @@ def test_add_adapter_of_transformers_makes_it_active() -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "several": (
-        lambda model: model.set_adapter(["a", "b"]),
-        "adapter 'a': the model has no such adapter",
-    ),
+    "several": (lambda model: model.set_adapter(["a", "b"]), "adapter 'a': the model has no such adapter"),
     "hotswap": (lambda model: model.load_adapter("folder", hotswap=True), "load_adapter(hotswap=True) on a parallel"),
     "ours": (lambda model: model.load_adapter("folder", adapter="x"), "meshlora.load_adapter(model, folder, adapter="),
     "dict": (

@@ -59,14 +59,7 @@ def test_checkpoint_is_shown_file_by_file(tmp_path: Path, capfd: pytest.CaptureF
     (folder,) = save_steps(tmp_path, 4, updates=3, eval_loss=0.5)
     code, out, err = _inspect(folder, capfd)
     assert (code, err) == (0, "")
-    for words in (
-        "after 4 of 6 steps, 1 of them left out",
-        "dp=2",
-        "0.5",
-        "torch ",
-        "0.001",
-        "200 bytes, as they",
-    ):
+    for words in ("after 4 of 6 steps, 1 of them left out", "dp=2", "0.5", "torch ", "0.001", "200 bytes, as they"):
         assert words in out
     (folder / "adapter_model.safetensors").write_bytes(bytes(200))
     code, out, err = _inspect(folder, capfd)

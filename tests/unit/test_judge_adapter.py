@@ -24,20 +24,7 @@ from meshlora_judge.adapter_files.differences import cause_of, differences_from
 from meshlora_judge.adapter_files.reading import open_adapter
 from meshlora_judge.adapter_files.values import expert_major, parts_of, repeats
 from meshlora_judge.adapter_files.verdict import judge_folder
-from tests.adapter_folders import (
-    CONFIG,
-    LORA,
-    MOE,
-    PREFIX,
-    SMALL,
-    SOUND,
-    STACKS,
-    WEIGHTS,
-    Recipe,
-    Tensors,
-    files,
-    make,
-)
+from tests.adapter_folders import CONFIG, LORA, MOE, PREFIX, SMALL, SOUND, STACKS, WEIGHTS, Recipe, Tensors, files, make
 
 # What is said beside "sound", where it is right to say something.
 NOTES = {
@@ -664,9 +651,7 @@ def test_a_file_is_compared_with_what_was_trained(tmp_path: Path, sound: Callabl
         changed = {**stored, name: tensor} if tensor is not None else {k: v for k, v in stored.items() if k != name}
         with open_adapter(
             files(
-                tmp_path / f"{cause or 'right'}".replace(" ", ""),
-                {k: v.contiguous() for k, v in changed.items()},
-                LORA,
+                tmp_path / f"{cause or 'right'}".replace(" ", ""), {k: v.contiguous() for k, v in changed.items()}, LORA
             )
         ) as adapter:
             found = differences_from(adapter, values, ranks=own, steps=before)

@@ -259,8 +259,7 @@ def test_a_kind_that_moves_nothing_is_said_to_be_unseen(llama: tuple[Path, Path]
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
-    [("", "base + adapter"), ("experts", "without experts"), ("self_attn", "without attention")],
+    ("words", "expected"), [("", "base + adapter"), ("experts", "without experts"), ("self_attn", "without attention")]
 )
 def test_experts_that_an_engine_leaves_out(
     words: str, expected: str, mixture: tuple[Path, Path], tmp_path: Path

@@ -42,10 +42,7 @@ def _log_probabilities(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) ->
     return batch_log_probabilities(model, Batch(ids, mask, labels, int((labels >= 0).sum()), ids))
 
 
-LOSSES: dict[str, Callable[..., Tensor]] = {
-    "shifted_loss": shifted_loss,
-    "batch_log_probabilities": _log_probabilities,
-}
+LOSSES: dict[str, Callable[..., Tensor]] = {"shifted_loss": shifted_loss, "batch_log_probabilities": _log_probabilities}
 
 
 @pytest.mark.parametrize("name", LOSSES)

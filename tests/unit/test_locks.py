@@ -63,10 +63,7 @@ def test_lock_of_a_stopped_process_is_waited_for_with_words_and_an_end(
     monkeypatch.setattr(private, "SAY_AFTER_S", 0.3)
     file = folder.path / "key.lock"
     os.kill(hold(holders, file, words="process 12 on far (meshlora train run.yaml)"), signal.SIGSTOP)
-    with (
-        pytest.raises(UserError) as caught,
-        locked(folder, "key.lock", "makes the same tokens", limit_s=1.0),
-    ):
+    with pytest.raises(UserError) as caught, locked(folder, "key.lock", "makes the same tokens", limit_s=1.0):
         pytest.fail("two hold one lock")
     assert caplog.messages == [
         f"waiting for process 12 on far (meshlora train run.yaml), which makes the same tokens ({file})"

@@ -22,11 +22,7 @@ from tests.blueprints import load_without_proof
 
 DECAY, LR = 0.1, 0.5
 LORA: dict[str, dict[str, Any]] = {
-    "gpt2": {
-        "target_modules": ["c_attn", "c_fc"],
-        "bias": "lora_only",
-        "modules_to_save": ["ln_1", "ln_f"],
-    },
+    "gpt2": {"target_modules": ["c_attn", "c_fc"], "bias": "lora_only", "modules_to_save": ["ln_1", "ln_f"]},
     "llama": {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["norm"], "use_dora": True},
     "qwen2": {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"},
 }

@@ -22,12 +22,7 @@ from meshlora_judge.pieces import rows_of
 from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 
-ON_Q_AND_V: dict[str, Any] = {
-    "r": 4,
-    "lora_alpha": 32,
-    "target_modules": ["c_attn"],
-    "pieces": {"c_attn": ["q", "v"]},
-}
+ON_Q_AND_V: dict[str, Any] = {"r": 4, "lora_alpha": 32, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
 
 
 @pytest.mark.parametrize("topology", ["", "tp=2", "tp=4,sp"])

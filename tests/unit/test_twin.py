@@ -350,8 +350,7 @@ def test_special_tokens_are_inside_the_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["cohere_compass", "fun_asr_nano", "granite4_vision", "hunyuan_vl", "inkling2", "molmo2", "muse_spark"],
+    "family", ["cohere_compass", "fun_asr_nano", "granite4_vision", "hunyuan_vl", "inkling2", "molmo2", "muse_spark"]
 )
 def test_sizes_that_a_composite_names_in_two_places_agree(family: str) -> None:
     config = twin_config(family, tp=2)  # its class checks them

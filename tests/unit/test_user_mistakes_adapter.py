@@ -110,10 +110,7 @@ MISTAKES: dict[str, Case] = {
         lora(target_modules="(q_proj"), "'(q_proj'", "regular expression"
     ),
     "lora_target_is_not_a_linear": case(
-        several(
-            lambda s: s.family("opt", vocab_size=2048),
-            lora(target_modules=["q_proj", "embed_positions"]),
-        ),
+        several(lambda s: s.family("opt", vocab_size=2048), lora(target_modules=["q_proj", "embed_positions"])),
         "model.decoder.embed_positions",
         "OPTLearnedPositionalEmbedding",
         "not supported",
@@ -149,9 +146,7 @@ MISTAKES: dict[str, Case] = {
         several(Setup.from_adapter, remove("adapter/adapter_config.json")), "adapter_config.json", "missing"
     ),
     "adapter_weights_missing": case(
-        several(Setup.from_adapter, remove("adapter/adapter_model.safetensors")),
-        "adapter_model.safetensors",
-        "missing",
+        several(Setup.from_adapter, remove("adapter/adapter_model.safetensors")), "adapter_model.safetensors", "missing"
     ),
     "adapter_of_another_model": case(
         lambda s: s.adapter_weights(narrower_adapter), "[4, 48]", "[4, 64]", "another model"

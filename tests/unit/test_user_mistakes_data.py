@@ -86,10 +86,7 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.data({"messages": [{"role": "user", "content": "a", "weight": 1}]}), "train.jsonl:1", "weight"
     ),
     "template_that_never_ends": case(
-        several(
-            lambda s: s.data(CHAT),
-            text("model/chat_template.jinja", "{% for a in range(10**12) %}{% endfor %}"),
-        ),
+        several(lambda s: s.data(CHAT), text("model/chat_template.jinja", "{% for a in range(10**12) %}{% endfor %}")),
         "train.jsonl:1: 2 messages (user, assistant)",
         "the chat template refuses them",
         "Range too big",

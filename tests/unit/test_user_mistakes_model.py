@@ -67,9 +67,7 @@ MISTAKES: dict[str, Case] = {
     ),
     "family_that_transformers_changes_on_loading": case(lambda s: s.family("youtu"), "youtu", "padding token"),
     "quantised_checkpoint": case(
-        lambda s: s.config(quantization_config={"quant_method": "quanto", "bits": 4}),
-        "quantised",
-        "are read",
+        lambda s: s.config(quantization_config={"quant_method": "quanto", "bits": 4}), "quantised", "are read"
     ),
     "dropout_in_the_model": case(
         lambda s: s.config(attention_dropout=0.1), "attention_dropout=0.1", "on the topology", "disable_dropout: unsupp"
@@ -129,9 +127,7 @@ MISTAKES: dict[str, Case] = {
     "tokenizer_larger_than_the_vocabulary": case(
         several(
             lambda s: s.config(vocab_size=2000),
-            lambda s: s.weights(
-                lambda t: t.update({n: t[n][:2000].clone() for n in t if t[n].shape[0] == 2048}),
-            ),
+            lambda s: s.weights(lambda t: t.update({n: t[n][:2000].clone() for n in t if t[n].shape[0] == 2048})),
         ),
         "2048",
         "2000",

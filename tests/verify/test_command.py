@@ -255,11 +255,7 @@ def test_rank_that_fails_is_shown_with_its_first_cause(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(pool, "_GRACE_S", 0.5)
-    monkeypatch.setattr(
-        command,
-        "run_proof",
-        lambda proof, _, **o: run_proof(proof, _Failing(processes, _raise), **o),
-    )
+    monkeypatch.setattr(command, "run_proof", lambda proof, _, **o: run_proof(proof, _Failing(processes, _raise), **o))
     assert main(ONE_STEP) == 1
     captured = capsys.readouterr()
     assert "rank 1 is out of luck" in captured.err

@@ -81,8 +81,7 @@ IN_PARTS = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "gathered" else pytest.mark.proof) for n in IN_PARTS],
+    "name", [pytest.param(n, marks=[] if n == "gathered" else pytest.mark.proof) for n in IN_PARTS]
 )
 def test_attention_in_parts_trains_what_whole_attention_trains(name: str, prove: Prove) -> None:
     family, topology, implementation, packing = IN_PARTS[name]
@@ -113,8 +112,7 @@ BY_A_CACHE = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[] if n == "indexers" else pytest.mark.proof) for n in BY_A_CACHE],
+    "name", [pytest.param(n, marks=[] if n == "indexers" else pytest.mark.proof) for n in BY_A_CACHE]
 )
 def test_keys_from_a_cache_train_what_those_of_whole_sequences_train(name: str, prove: Prove) -> None:
     family, topology, packing = BY_A_CACHE[name]

@@ -44,10 +44,7 @@ def test_dropout_of_an_adapter_is_that_of_one_process(prove: Prove) -> None:
 
 @pytest.mark.parametrize(
     "family",
-    [
-        OFTEN,
-        *(pytest.param(f, marks=pytest.mark.proof) for f in sorted(EXACT_DROPOUTS.keys() - {"gpt2", OFTEN})),
-    ],
+    [OFTEN, *(pytest.param(f, marks=pytest.mark.proof) for f in sorted(EXACT_DROPOUTS.keys() - {"gpt2", OFTEN}))],
 )
 def test_every_dropout_of_the_table_is_exact(family: str, prove: Prove) -> None:
     overrides = dict.fromkeys(EXACT_DROPOUTS[family], 0.1)
@@ -61,11 +58,7 @@ def test_a_case_with_dropout_is_another_case() -> None:
     """Or the reference of one without would be taken from the cache."""
     plain, of_model, of_both = (
         prepare_proof(Request(topologies=("dp=2",), **request))  # type: ignore[arg-type]
-        for request in (
-            {"family": "gpt2"},
-            GPT2 | {"lora": Request(()).lora},
-            GPT2,
-        )
+        for request in ({"family": "gpt2"}, GPT2 | {"lora": Request(()).lora}, GPT2)
     )
     assert (plain.case.dropout, of_both.case.dropout) == ((), ("embd_pdrop", "resid_pdrop"))
     assert len({proof.key for proof in (plain, of_model, of_both)}) == 3

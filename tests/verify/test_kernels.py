@@ -80,10 +80,7 @@ def test_each_fault_of_kernels_that_may_show_does(
 
 @pytest.mark.parametrize(
     ("topology", "faults"),
-    [
-        ("", ("kernel_writes_product_over_gate",)),
-        pytest.param("tp=2,sp", tuple(OF_KERNELS), marks=pytest.mark.proof),
-    ],
+    [("", ("kernel_writes_product_over_gate",)), pytest.param("tp=2,sp", tuple(OF_KERNELS), marks=pytest.mark.proof)],
 )
 def test_a_model_with_kernels_trains_as_one_process(topology: str, faults: tuple[str, ...], prove: Any) -> None:
     _check(prove(stand_in, family="llama", topology=topology, recompute=True, mutations=faults))

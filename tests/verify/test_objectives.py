@@ -48,11 +48,7 @@ _ONCE = {"sft": "dp=2,tp=2,sp"}
     ],
 )
 def test_objective_is_that_of_one_process_on_every_mesh(
-    objective: str,
-    topologies: tuple[str, ...],
-    processes: Processes,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    objective: str, topologies: tuple[str, ...], processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one case each, that of `meshlora verify --objective`: all at once that makes the parts of a step interact."""
     seen: list[tuple[Proof, list[Outcome]]] = []

@@ -87,12 +87,7 @@ def _model(folder: Path, family: str, **options: int) -> Path:
     ],
 )
 def test_together_on_the_twin_is_as_alone(
-    topology: str,
-    family: str,
-    options: dict[str, int],
-    quantization: str | None,
-    tmp_path: Path,
-    processes: Processes,
+    topology: str, family: str, options: dict[str, int], quantization: str | None, tmp_path: Path, processes: Processes
 ) -> None:
     adapters = _ON_EXPERTS if "moe" in family else _ON_LINEARS
     model = _model(tmp_path, family, **options)
