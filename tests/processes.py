@@ -11,10 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from socketserver import BaseServer
 from typing import Self
 
 MEMORY = Path("/dev/shm")
@@ -121,3 +123,16 @@ def has_sandbox() -> bool:
     """Whether bubblewrap is there, and may make the namespaces of a sandbox."""
     words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--ro-bind", "/", "/", "true"]
     return shutil.which("bwrap") is not None and subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+@contextlib.contextmanager
+def answering(server: BaseServer) -> Iterator[int]:
+    """`server` answers during the block, in a thread; its port."""
+    with server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
+            thread.join()

@@ -20,7 +20,7 @@ from meshlora_extra.chat.page import ChatServer, answer_next
 from meshlora_extra.chat.speaker import Speaker
 from meshlora_extra.commands.chat import _prepare
 from tests.extra.talking import QUESTIONS, answered, asked, trained
-from tests.processes import Started, wait_until
+from tests.processes import Started, answering, wait_until
 from tests.run_files import TINY
 
 FACTS = {"model": "tiny", "adapter": "run/adapter", "system": "", "topology": "", "positions": 512}
@@ -43,12 +43,9 @@ def speaking(adapter: Path) -> Callable[..., Speaker]:
 
 @pytest.fixture
 def server() -> Iterator[ChatServer]:
-    with ChatServer(FACTS) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    made = ChatServer(FACTS)
+    with answering(made):
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def send(

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import socketserver
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from meshlora_extra.rl.engine import Engine
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
+from tests.processes import answering
 
 Send = Callable[[Callable[[bytes], Any]], None]
 
@@ -40,14 +40,8 @@ def saying(*parts: bytes, pause_s: float = 0.0) -> Iterator[tuple[str, list[byte
                     self.wfile.write(part)
                     time.sleep(pause_s)
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", seen
-        finally:
-            server.shutdown()
-            thread.join()
+    with answering(socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)) as port:
+        yield f"http://127.0.0.1:{port}", seen
 
 
 def _ok(text: str) -> bytes:

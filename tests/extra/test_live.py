@@ -18,6 +18,7 @@ from meshlora.cli.main import main
 from meshlora_extra.page import seen
 from meshlora_extra.page.seen import Runs
 from meshlora_extra.page.server import LiveServer, serving
+from tests.processes import answering
 
 STEP = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 100, "step_time_s": 0.5}
 
@@ -31,12 +32,9 @@ def write_run(folder: Path, *lines: dict[str, Any], ending: str = "") -> Path:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[LiveServer]:
     write_run(tmp_path / "one", STEP)
-    with LiveServer(Runs(tmp_path)) as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    made = LiveServer(Runs(tmp_path))
+    with answering(made):
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def ask(

@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +35,7 @@ from meshlora_ground.errors import UserError
 from tests.extra.test_rl import records_of, rl_file, run_rl
 from tests.for_each import for_each
 from tests.pool import Pool, RankError
+from tests.processes import answering
 from tests.ranks.test_trainer import small_base
 from tests.run_files import metrics_of
 
@@ -60,15 +60,8 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[tuple[str, dict[str, Any
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}", seen
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with answering(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as port:
+        yield f"http://127.0.0.1:{port}", seen
 
 
 def peft_folder(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
