@@ -20,7 +20,8 @@ from meshlora.cli.main import main
 from meshlora_extra.paper import export as export_module
 from meshlora_extra.paper.export import export, import_loralib
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
-from tests.extra.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
+from tests.extra.test_merge import assert_merged, make_adapter, one_error, peft_logits
+from tests.peft_adapters import make_base
 
 HIDDEN, R = 64, 4
 
@@ -61,12 +62,12 @@ def merged_linear(a: Tensor, b: Tensor, enable_lora: list[bool]) -> Tensor:
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("gpt2") / "model", "gpt2")
+    return make_base(tmp_path_factory.mktemp("gpt2") / "model", "gpt2")
 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(tmp_path_factory.mktemp("llama") / "model", "llama")
+    return make_base(tmp_path_factory.mktemp("llama") / "model", "llama")
 
 
 @pytest.mark.parametrize("enabled", [(True, False, True), (True, True, True), (False, True, False)])
@@ -98,7 +99,7 @@ def test_pieces_become_a_merged_linear_with_the_same_update(
 
 
 def test_plain_adapter_with_patterns_and_biases_survives_both_ways(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "qwen2")
+    model = make_base(tmp_path / "model", "qwen2")
     adapter = make_adapter(
         model,
         tmp_path / "adapter",

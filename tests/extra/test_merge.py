@@ -6,14 +6,12 @@ import functools
 import gc
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, conversion_mapping
@@ -31,36 +29,14 @@ from meshlora_ground.weight_files import INDEX
 from meshlora_judge.inputs import write_adapter, write_twin
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
+from tests.peft_adapters import make_base, save_adapter, with_adapter
 
 IDS = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(5))
 LINEAR = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
 
 
-def make_model(
-    folder: Path, family: str, *, shard: str = "5GB", dtype: torch.dtype = torch.float32, **sizes: Any
-) -> Path:
-    """A twin on disk, its norms and biases off their defaults."""
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(twin_config(family, **sizes), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
-    return folder
-
-
 def make_adapter(model: Path, folder: Path, **lora: Any) -> Path:
-    """The adapter of `lora` as PEFT saves it, every trainable parameter moved off where it started."""
-    torch.manual_seed(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(load(model), LoraConfig(**{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM"} | lora))
-        with torch.no_grad():
-            for parameter in wrapped.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        wrapped.save_pretrained(folder)
-    return folder
+    return save_adapter(load(model), folder, **{"lora_alpha": 12} | lora)
 
 
 def load(folder: Path) -> Any:
@@ -74,9 +50,7 @@ def logits(model: Any) -> Tensor:
 
 
 def peft_logits(model: Path, adapter: Path) -> Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return logits(PeftModel.from_pretrained(load(model), str(adapter)))
+    return logits(with_adapter(load(model), adapter))
 
 
 def assert_merged(model: Path, adapter: Path, out: Path, *, base: Tensor | None = None, **options: Any) -> None:
@@ -111,7 +85,7 @@ def test_names_that_peft_changes_on_loading_are_read_as_it_reads_them(family: st
 def test_single_experts_are_refused_in_words_before_peft_joins_them(
     projections: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, adapter = make_model(tmp_path / "model", "qwen3_moe"), tmp_path / "adapter"
+    model, adapter = make_base(tmp_path / "model", "qwen3_moe"), tmp_path / "adapter"
     make_adapter(model, adapter, target_modules=["q_proj"])
     of_experts = {}
     for leaf in projections:
@@ -175,7 +149,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
 
     @functools.cache
     def made(family: str) -> tuple[Path, Tensor]:
-        model = make_model(tmp_path_factory.mktemp(family), family)
+        model = make_base(tmp_path_factory.mktemp(family), family)
         return model, logits(load(model))
 
     return made
@@ -200,7 +174,7 @@ def one_error(out: str, err: str) -> str:
 
 
 def test_shards_stay_as_they_are(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama", shard="60KB")
+    model = make_base(tmp_path / "model", "llama", shard="60KB")
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=LINEAR)
     assert_merged(model, adapter, tmp_path / "out")
     files = sorted(p.name for p in model.glob("*.safetensors"))
@@ -215,7 +189,7 @@ def test_shards_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_untied_head_of_a_sharded_model_is_in_the_index(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "gemma", shard="60KB")
+    model = make_base(tmp_path / "model", "gemma", shard="60KB")
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["lm_head"])
     assert_merged(model, adapter, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -239,7 +213,7 @@ def test_what_is_changed_alike_stays_tied(
 
 def test_tied_weights_that_are_scaled_apart_are_untied(tmp_path: Path) -> None:
     """The same factors on the embedding and, the other way round, on the head, which has another alpha."""
-    model = make_model(tmp_path / "model", "gemma")
+    model = make_base(tmp_path / "model", "gemma")
     lora = {"target_modules": ["embed_tokens", "lm_head"], "alpha_pattern": {"lm_head": 3}}
     file = make_adapter(model, tmp_path / "adapter", **lora) / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -252,7 +226,7 @@ def test_tied_weights_that_are_scaled_apart_are_untied(tmp_path: Path) -> None:
 
 def test_keys_of_old_checkpoints_are_kept(tmp_path: Path) -> None:
     """GPT-2 on the hub has no `transformer.` in its keys, and causal masks that nobody reads."""
-    model = make_model(tmp_path / "model", "gpt2")
+    model = make_base(tmp_path / "model", "gpt2")
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["c_attn", "wte"])
     tensors = load_file(model / "model.safetensors")
     old = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
@@ -269,7 +243,7 @@ def test_update_of_a_concatenation_goes_to_its_parts(tmp_path: Path) -> None:
     before = conversion_mapping.get_checkpoint_conversion_mapping("phi3")
     conversion_mapping.register_checkpoint_conversion_mapping("phi3", [join], overwrite=True)
     try:
-        model = make_model(tmp_path / "model", "phi3")
+        model = make_base(tmp_path / "model", "phi3")
         whole = load_file(model / "model.safetensors")
         for key in [key for key in whole if "qkv_proj" in key]:
             sizes = (64, 32, 32)
@@ -290,7 +264,7 @@ def test_update_of_a_concatenation_goes_to_its_parts(tmp_path: Path) -> None:
 
 
 def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    model = make_base(tmp_path / "model", "llama", dtype=torch.bfloat16)
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     done = merge(model, adapter, tmp_path / "out", config=read_model_config(model))
     assert "relative difference" in done.check
@@ -304,7 +278,7 @@ def test_half_precision_is_rounded_once(tmp_path: Path) -> None:
 
 def test_float64_is_merged_in_float64(tmp_path: Path) -> None:
     """transformers + peft run models of float64, and their comparison lets the rounding of float32 pass."""
-    model = make_model(tmp_path / "model", "llama", dtype=torch.float64)
+    model = make_base(tmp_path / "model", "llama", dtype=torch.float64)
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     merge(model, adapter, tmp_path / "out", config=read_model_config(model), check_logits=False)
     name = "model.layers.1.self_attn.q_proj"
@@ -315,7 +289,7 @@ def test_float64_is_merged_in_float64(tmp_path: Path) -> None:
 
 
 def test_dtype_is_that_of_the_weights_and_of_config(tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama", dtype=torch.bfloat16)
+    model = make_base(tmp_path / "model", "llama", dtype=torch.bfloat16)
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "tokenizer.json").write_text("{}")
@@ -335,9 +309,9 @@ def test_dtype_is_that_of_the_weights_and_of_config(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good")
-    make_model(folder / "model", "llama", shard="60KB")
+    make_base(folder / "model", "llama", shard="60KB")
     make_adapter(folder / "model", folder / "adapter", target_modules=["q_proj", "up_proj"])
-    make_model(folder / "other", "llama", hidden_size=32)
+    make_base(folder / "other", "llama", hidden_size=32)
     return folder
 
 
@@ -446,7 +420,7 @@ def test_merge_that_ends_early_leaves_nothing(
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
 def test_head_that_is_stored_too_is_merged_on_its_own(change: float, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "gemma")
+    model = make_base(tmp_path / "model", "gemma")
     tensors = load_file(model / "model.safetensors")
     twice = tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + change}
     save_file(twice, model / "model.safetensors", metadata={"format": "pt"})
@@ -506,9 +480,9 @@ def more_bytes_of_a_merge(folder: str, results: Any) -> None:
 
 def test_peak_memory_is_below_one_shard(tmp_path: Path) -> None:
     sizes = {"hidden_size": 256, "intermediate_size": 2048, "vocab_size": 512, "num_hidden_layers": 8}
-    model = make_model(tmp_path / "model", "llama", shard="40MB", **sizes)
+    model = make_base(tmp_path / "model", "llama", shard="40MB", **sizes)
     make_adapter(model, tmp_path / "adapter", target_modules=LINEAR)
-    make_adapter(make_model(tmp_path / "model_small", "llama"), tmp_path / "adapter_small", target_modules=LINEAR)
+    make_adapter(make_base(tmp_path / "model_small", "llama"), tmp_path / "adapter_small", target_modules=LINEAR)
     shards = [p.stat().st_size for p in model.glob("*.safetensors")]
     assert len(shards) > 1
     context, _ = started_from("cpu")

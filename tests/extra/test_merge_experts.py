@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -21,6 +19,7 @@ from meshlora_extra.merging.merge import merge
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import MeshloraError, UnsupportedError
 from meshlora_judge.twin import twin_config
+from tests.peft_adapters import save_adapter, with_adapter
 from tests.unit.test_expert_weights import FAMILIES, FILE, fuse, make_checkpoint
 
 # family -> (targets among modules, targets among parameters).
@@ -47,27 +46,12 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_adapter(model: Path, folder: Path, modules: list[str], parameters: list[str], **lora: Any) -> Path:
-    torch.manual_seed(2)
-    config = LoraConfig(
-        **{"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", "target_modules": modules, "lora_dropout": 0.0}
-        | {"target_parameters": parameters}
-        | lora
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(load(model), config)
-        with torch.no_grad():
-            for parameter in wrapped.parameters():
-                if parameter.requires_grad:
-                    parameter.normal_(std=0.1)
-        wrapped.save_pretrained(folder)
-    return folder
+    options = {"lora_alpha": 12, "target_modules": modules, "lora_dropout": 0.0, "target_parameters": parameters}
+    return save_adapter(load(model), folder, **options | lora)
 
 
 def merged_by_peft(model: Path, adapter: Path, out: Path) -> dict[str, Tensor]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        PeftModel.from_pretrained(load(model), str(adapter)).merge_and_unload().save_pretrained(out)
+    with_adapter(load(model), adapter).merge_and_unload().save_pretrained(out)
     return load_file(out / FILE)
 
 

@@ -10,8 +10,9 @@ import pytest
 from meshlora.loading.blueprint import read_model_config
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
-from tests.extra.test_merge import make_adapter, make_model
+from tests.extra.test_merge import make_adapter
 from tests.for_each import for_each
+from tests.peft_adapters import make_base
 
 
 @for_each(
@@ -36,7 +37,7 @@ from tests.for_each import for_each
     ],
 )
 def test_a_wrong_value_in_the_configuration_is_one_message(option: str, value: object, tmp_path: Path) -> None:
-    model = make_model(tmp_path / "model", "llama")
+    model = make_base(tmp_path / "model", "llama")
     adapter = make_adapter(model, tmp_path / "adapter", target_modules=["q_proj"])
     file = adapter / "adapter_config.json"
     stored = json.loads(file.read_text(encoding="utf-8"))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,7 +21,7 @@ from meshlora_ground.parser import Parser
 from meshlora_judge.command import main
 from meshlora_judge.quantized import rounded_matrix
 from meshlora_judge.verbs import merge as verb
-from tests.unit.test_judge_served import make_base
+from tests.peft_adapters import make_base, save_adapter, with_adapter
 from tests.wrong_adapters import alpha, edited, without
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
@@ -36,24 +35,12 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def make_adapter(base: Path, folder: Path, **lora: Any) -> Path:
-    torch.manual_seed(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        config = LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM"} | lora)
-        wrapped = get_peft_model(load(base), config)
-        with torch.no_grad():
-            for parameter in wrapped.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1)
-        wrapped.save_pretrained(folder)
-    return folder
+    return save_adapter(load(base), folder, **{"lora_alpha": 6} | lora)
 
 
 def merged(base: Path, adapter: Path, out: Path, dtype: torch.dtype = torch.float32) -> Path:
     """By PEFT, of the base in `dtype`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        PeftModel.from_pretrained(load(base, dtype), str(adapter)).merge_and_unload().save_pretrained(out)
+    with_adapter(load(base, dtype), adapter).merge_and_unload().save_pretrained(out)
     return out
 
 

@@ -5,60 +5,36 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
-import threading
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.parser import Parser
 from meshlora_judge.served.server import Server, served_names
-from meshlora_judge.twin import twin_config
 from meshlora_judge.verbs import served as verb
+from tests.peft_adapters import make_base, save_adapter, with_adapter
+from tests.processes import answering
 from tests.wrong_adapters import alpha, edited, exchanged, other_values, shifted, without
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 Answers = Callable[[list[int]], list[float]]
 
 
-def make_base(folder: Path, family: str, **sizes: Any) -> Path:
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(twin_config(family, **sizes), dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    model.save_pretrained(folder)
-    return folder
-
-
 def make_adapter(base: Path, folder: Path, std: float = 0.1, **lora: Any) -> Path:
-    torch.manual_seed(2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = get_peft_model(load(base), LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM"} | lora))
-        with torch.no_grad():
-            for name, parameter in wrapped.named_parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter), alpha=std if "lora_B" in name else 0.1 * std)
-        wrapped.save_pretrained(folder)
-    return folder
+    return save_adapter(load(base), folder, of_a=0.1 * std, of_b=std, **{"lora_alpha": 8} | lora)
 
 
 def load(base: Path, dtype: torch.dtype = torch.float32) -> Any:
     return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, experts_implementation="eager")
 
 
-def adapted(base: Path, adapter: Path | None, dtype: torch.dtype = torch.float32) -> Any:
-    model = load(base, dtype)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return model if adapter is None else PeftModel.from_pretrained(model, str(adapter))
+def adapted(base: Path, adapter: Path, dtype: torch.dtype = torch.float32) -> Any:
+    return with_adapter(load(base, dtype), adapter)
 
 
 def answers(model: Any) -> Answers:
@@ -107,15 +83,8 @@ def serving(models: dict[str, Answers], *, way: str = "prompt_logprobs", key: st
 
         def log_message(self, *_: Any) -> None: ...
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    with answering(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def judge(url: str, base: Path, adapter: Path, *words: str) -> None:
