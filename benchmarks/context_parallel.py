@@ -25,8 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 import many_adapters
 import meshlora
@@ -35,10 +33,9 @@ from meshlora.train.losses import shifted_loss
 from meshlora_judge.capture import CollectiveCounter
 from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
-from tp_vs_peft import TINY, Meshlora, difference
+from tp_vs_peft import RANK, TINY, Meshlora, difference, make_checkpoint
 
 TOLERANCE = 1e-4  # fp32, relative
-RANK = 16
 MODEL = {**many_adapters.MODEL, "max_position_embeddings": 16384}
 
 
@@ -135,16 +132,6 @@ def _tokens(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 # --- the run --------------------------------------------------------------------------------------------------------
 
 
-def make_checkpoint(folder: Path, **overrides: int) -> Path:
-    """A random fp32 checkpoint and an adapter whose A and B are both non-zero."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**MODEL, **overrides}), dtype=torch.float32)
-    model.save_pretrained(folder / "model")
-    lora = LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear", init_lora_weights=False)
-    get_peft_model(model, lora).save_pretrained(folder / "adapter")
-    return folder
-
-
 def check_parity(groups: dict[str, Group], length: int) -> float:
     """The worst relative difference of a loss or a gradient from one process.
 
@@ -229,7 +216,7 @@ def measure(options: argparse.Namespace) -> Findings:
     turns = 1 if options.tiny or options.quick else options.turns
     sizes, counted_length = (TINY, TINY_LENGTHS[0]) if options.tiny else ({}, COUNTED)
     with tempfile.TemporaryDirectory() as name:
-        folder = make_checkpoint(Path(name) / "model", **sizes)
+        folder = make_checkpoint(Path(name) / "model", **MODEL | sizes)
         with open_groups(dict.fromkeys(SYSTEMS, 1), Path(name), open_system, folder) as groups:
             worst = check_parity(groups, counted_length)
             counted = {n: g.call(count, counted_length)[0] for n, g in groups.items() if g.system.num_ranks > 1}

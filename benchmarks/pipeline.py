@@ -33,7 +33,7 @@ from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_ground.topology import Topology
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, parser, run, smaller
-from tp_vs_peft import difference
+from tp_vs_peft import difference, make_checkpoint
 
 TOLERANCE = 1e-4  # fp32, relative
 SIZES = {"num_hidden_layers": 8, "vocab_size": 256}
@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> Findings:
     is_small = options.tiny or options.quick
     sizes, tokens = (TINY, TINY_TOKENS) if options.tiny else (SIZES, TOKENS)
     with tempfile.TemporaryDirectory() as name:
-        folder = context_parallel.make_checkpoint(Path(name) / "model", **sizes)
+        folder = make_checkpoint(Path(name) / "model", **context_parallel.MODEL | sizes)
         with open_groups({ALONE: 1, PP: 1}, Path(name), open_system, folder) as groups:
             worst = check_parity(groups, tokens)
             times: dict[int, dict[str, list[float]]] = {n: {ALONE.name: [], PP.name: []} for n in COUNTS}
