@@ -46,6 +46,7 @@ from tests.ranks.test_trainer import small_base
 from tests.run_files import EXAMPLES, TINY, metrics_of, write_run_file
 
 STEPS, SIZE = 4, 8
+TRAIN = {"steps": STEPS, "batch_size": SIZE, "micro_batch_size": 3, "lr": 5e-3, "objective": {"kind": "grpo"}}
 
 
 def rl_file(folder: Path, name: str, topology: str, *, rl: dict[str, Any] | None = None, **train: Any) -> Path:
@@ -61,15 +62,7 @@ def rl_file(folder: Path, name: str, topology: str, *, rl: dict[str, Any] | None
         model={"path": str(small_base()), "dtype": "float64"},
         data={"train": str(prompts), "max_length": 96},
         lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
-        train={
-            "steps": STEPS,
-            "batch_size": SIZE,
-            "micro_batch_size": 3,
-            "lr": 5e-3,
-            "objective": {"kind": "grpo"},
-            "save_every": 1,
-            **train,
-        },
+        train={**TRAIN, "save_every": 1, **train},
         rl=own | (rl or {}),
         topology=topology,
     )
@@ -179,14 +172,7 @@ def _ordinary(made: Path, folder: Path) -> Path:
         model={"path": str(small_base()), "dtype": "float64"},
         data={"train": str(data), "max_length": 96},
         lora={"r": 4, "lora_alpha": 8, "target_modules": "all-linear"},
-        train={
-            "steps": STEPS,
-            "batch_size": SIZE,
-            "micro_batch_size": 3,
-            "lr": 5e-3,
-            "objective": {"kind": "grpo"},
-            "max_grad_norm": 1.0,
-        },
+        train={**TRAIN, "max_grad_norm": 1.0},
     )
     steps = [records_of(made, step) for step in range(1, STEPS + 1)]
     rows = [{**row, "group": f"{step} {row['group']}"} for step, records in enumerate(steps) for row in records]
