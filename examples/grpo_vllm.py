@@ -117,12 +117,7 @@ def run_file(folder: Path, base: Path, url: str, *, steps: int, topology: str) -
         "model": {"path": str(base), "dtype": "float32"},
         "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"},
         "data": {"train": str(DOCSTRINGS), "max_length": 96},
-        "rl": {
-            "source": url,
-            "completions": 8,
-            "max_new_tokens": 8,
-            "rewards": [{"kind": "regex", "pattern": r"\AR"}],
-        },
+        "rl": {"source": url, "completions": 8, "max_new_tokens": 8, "rewards": [{"kind": "regex", "pattern": r"\AR"}]},
         "train": {
             "output": str(folder / "run"),
             "objective": {"kind": "grpo"},

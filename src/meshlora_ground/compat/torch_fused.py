@@ -58,15 +58,7 @@ def attention_with_sums(
 
 
 def attention_back(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, *, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key, value of `attention_with_sums`; with `out`, `sums` of more keys, the terms of these."""
     aten = torch.ops.aten

@@ -25,11 +25,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 # Arguments of TRL's trainers, with the values that the judge's formulas are of.
 _ONLY: dict[str, dict[str, Any]] = {
     "dpo": {"sync_ref_model": False},
-    "grpo": {
-        "top_entropy_quantile": 1.0,
-        "use_liger_kernel": False,
-        "entropy_coef": 0.0,
-    },
+    "grpo": {"top_entropy_quantile": 1.0, "use_liger_kernel": False, "entropy_coef": 0.0},
     "sft": {"label_smoothing_factor": 0.0},
 }
 # Arguments of TRL's that a recording keeps, by their names.

@@ -93,11 +93,7 @@ def gradient(g: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def check_once(
-    direction: str,
-    found: Tensor,
-    given: Tensor,
-    definition: Callable[[Tensor], Tensor],
-    bias: Tensor | None = None,
+    direction: str, found: Tensor, given: Tensor, definition: Callable[[Tensor], Tensor], bias: Tensor | None = None
 ) -> None:
     """Compare a product with its definition in float32, the first time that one of its shape is computed on a GPU.
 
