@@ -35,9 +35,9 @@ class _Cuda:
             self.current = before
 
     @contextlib.contextmanager
-    def graph(self, graph: Any, *, pool: Any, capture_error_mode: str) -> Iterator[None]:
+    def graph(self, graph: Any, *, pool: Any, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
         assert capture_error_mode == "thread_local"
-        before, self.current, self.capturing = self.current, _Stream(), True
+        before, self.current, self.capturing = self.current, stream, True
         try:
             yield
         except RuntimeError:
@@ -98,3 +98,14 @@ def test_records_after_a_failed_one_take_the_first_ones_pool(cuda: _Cuda) -> Non
     recorder.record(lambda: None)
     assert cuda.pools == [None, first.pool()]
     assert recorder._first is first, "whose memory would be given back, and its pool with it"
+
+
+def test_records_and_what_runs_before_them_are_on_one_stream(cuda: _Cuda) -> None:
+    """Each that cuBLAS is called on keeps 32 MiB or more, and what it takes inside of a record is the record's."""
+    recorder, streams, here = CudaRecorder(), list[_Stream](), cuda.current
+    for _ in range(2):
+        recorder.record(lambda: streams.append(cuda.current))
+    assert len(streams) == 4
+    assert len(set(streams)) == 1
+    assert here not in streams
+    assert cuda.current is here

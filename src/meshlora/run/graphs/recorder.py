@@ -23,12 +23,15 @@ class CudaRecorder:
     """
 
     def __init__(self) -> None:
+        self._aside: Any = None  # the stream of all
         self._pool: Any = None
         self._first: Any = None  # held, or a pool that nobody uses could not be taken again
 
     def record(self, run: Run) -> Run:
         """See `Recorder`."""
-        here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        here = torch.cuda.current_stream()
+        # One, and that of the record: libraries keep memory for each stream that they have been called on.
+        aside = self._aside = self._aside or torch.cuda.Stream()
         aside.wait_stream(here)
         try:
             with torch.cuda.stream(aside):
@@ -37,8 +40,9 @@ class CudaRecorder:
             here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         # Of this thread alone: NCCL has one that looks after its messages, which torch forbids in others by default.
+        how: dict[str, Any] = {"pool": self._pool, "stream": aside, "capture_error_mode": "thread_local"}
         try:
-            with torch.cuda.stream(here), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.stream(here), torch.cuda.graph(graph, **how):
                 run()
         except RuntimeError as error:  # the end of a capture that has failed raises too, without the cause
             raise (error.__context__ or error) from None
