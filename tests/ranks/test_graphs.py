@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 import yaml
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.run import trainer
@@ -20,9 +21,11 @@ from meshlora.run.graphs import choice, graphs
 from meshlora.run.graphs.buckets import Static
 from meshlora.run.together import prepare_run, prepare_runs
 from meshlora.train.batch import Batch
+from meshlora.wings.kernels import kernels
 from meshlora.wings.packed_rows import varlen
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
+from tests.kernels import STAND_IN
 from tests.pool import Pool
 from tests.ranks.test_trainer import _train, folder, run_and_keep_groups, run_file
 from tests.run_files import copy_lines, write_run_file
@@ -92,6 +95,52 @@ def test_recomputed_layers_replay_with_the_dropout_of_each_step(folder: Path, ta
     changes = {"train__recompute": "full", "lora__lora_dropout": 0.25, "train__batch_size": 4}
     _both(folder, tape, "recomputed-dropout", data__packing=False, **changes)
     assert tape.replays > tape.records
+
+
+_WITHOUT_CYCLES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "dropout": {"lora__lora_dropout": 0.25},
+    "recomputed": {"train__recompute": "full"},
+    "recomputed-but-attention": {"train__recompute": "keep_attention"},
+    "float8": {"model__compute": "fp8"},
+    "fused": {"model__dtype": "float32", "model__kernels": "fused"},
+}
+
+
+@pytest.mark.parametrize("name", _WITHOUT_CYCLES)
+def test_no_node_of_a_factor_outlives_its_micro_batch(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd would add up the gradients of a record on the stream of such a node, which on a GPU ends the record.
+    The collector is off in tests: neither may a cycle keep one."""
+    parameters, losses = list[Tensor](), trainer.Trainer._losses
+
+    def marking(own: Any, *given: Any) -> Any:
+        found = losses(own, *given)
+        parameters[:] = [factor.parameter for factor in own.adapters[0].factors]
+        for parameter in parameters:
+            get_gradient_edge(parameter).node.metadata["is_of_a_micro_batch"] = True
+        return found
+
+    class Watching:  # no tape, which holds all that it has written down
+        records = 0
+
+        def record(self, run: Callable[[], None]) -> Callable[[], None]:
+            assert parameters
+            assert not any(get_gradient_edge(parameter).node.metadata for parameter in parameters)
+            self.records += 1
+            run()
+            return run
+
+    found = Watching()
+    for module in (trainer, choice):
+        monkeypatch.setattr(module, "recorder", lambda: found)
+    monkeypatch.setattr(trainer.Trainer, "_losses", marking)
+    if name == "fused":
+        monkeypatch.setattr(kernels, "_refusal", lambda *_, **__: None)  # which asks for a GPU
+        monkeypatch.setattr(kernels, "liger", lambda *_: STAND_IN)
+    alike = {"data__packing": False, "data__max_length": 48, "train__micro_batch_size": 1, **_FEW}
+    file = run_file(folder, f"nodes-{name}", "", train__cuda_graphs="on", **alike, **_WITHOUT_CYCLES[name])
+    _train(file, 1)
+    assert found.records
 
 
 _LONG = 64  # tokens: a bound of buckets, so that a batch and its record are on one side of it

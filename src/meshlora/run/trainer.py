@@ -272,6 +272,7 @@ class Trainer:
                     losses, know_again = waiting.pop((number, stage))
                     know_again()  # the stage has had other micro-batches in between
                     self._backward(number, losses)
+                    losses.clear()  # and its graph: no record may meet nodes of factors that are of another stream
                     continue
                 losses, found = self._forward(number, micro, is_only=len(batches) == 1)
                 waiting[number, stage] = losses, pipeline.noted()
