@@ -8,7 +8,6 @@ from torch import Tensor
 
 from meshlora.wings.quantized.float8_gpu import _across_by_definition, _rounded_by_definition
 from tests.float8_numbers import FACTOR, SHAPES, WIDTHS, codes, rows
-from tests.kernels import check_compiling
 
 pytestmark = pytest.mark.liger
 
@@ -62,28 +61,3 @@ def _numbers(x: Tensor) -> Tensor:
     """Their numbers are their bits, but that zero has a sign in some."""
     assert x.dtype == torch.float8_e4m3fn
     return x.float()
-
-
-# The interpreter divides exactly.
-_COMPILE = """
-from meshlora.wings.quantized import float8_kernels as kernels
-
-def check(fn, signature, **constants):
-    signature |= dict.fromkeys(constants, "constexpr")
-    for capability in (89, 90):
-        code = compile(ASTSource(fn, signature, constants), target=GPUTarget("cuda", capability, 32)).asm["ptx"]
-        assert "div." not in code, "a fast division is not exact"
-        assert ("cvt.rn.satfinite.e4m3x2.f32" in code) == (signature[next(iter(signature))] == "*bf16")
-
-for has in (False, True):
-    of_rows = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32", "factor": "*fp32", "width": "i32"}
-    check(kernels._round_rows, of_rows, BLOCK=1024, HAS=has)
-for plain in (False, True):
-    given, out = ("*bf16", "*fp8e4nv") if plain else ("*u8", "*u8")
-    across = {"codes": given, "scale": "*fp32", "out": out, "height": "i32", "width": "i32"}
-    check(kernels._across, across, TILE=64, PLAIN=plain)
-"""
-
-
-def test_kernels_compile_for_gpus_that_have_float8() -> None:
-    check_compiling(_COMPILE)

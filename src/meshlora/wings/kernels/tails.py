@@ -46,8 +46,8 @@ class Tails(NamedTuple):
 
 
 MOST_RANK = 32  # of kernels, which hold rows of each z in registers
-# Of the backward's kernel: the features of a program, and the parts of the tokens that have one each.
-COLUMNS, PARTS = 128, 2
+# Of the backward's kernel: the features of a program in bytes, and the parts of the tokens that have one each.
+ROW_BYTES, PARTS = 256, 2
 
 
 def gated_mlp(mlp: Any, x: Tensor, tails: Tails) -> Any | None:
@@ -200,17 +200,22 @@ def _back_by_definition(grad: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> t
     return gate, up, of_z[None], of_factors[None]
 
 
+def columns_of(x: Tensor) -> int:
+    """Features of a program: products in float32, which are no tensor core's, hold all of a row of them at once."""
+    return ROW_BYTES // x.element_size()
+
+
 def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
     from meshlora.wings.kernels import tail_kernels  # which needs Triton
 
-    return tail_kernels.gate_tail(*given, columns=COLUMNS)
+    return tail_kernels.gate_tail(*given, columns=columns_of(given[0]))
 
 
 def _back_on_gpu(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from meshlora.wings.kernels import tail_kernels
 
     gate, up, of_z, of_factors = _back_shapes(*given)
-    tail_kernels.gate_tail_back(*given, of_z, of_factors, columns=COLUMNS)
+    tail_kernels.gate_tail_back(*given, of_z, of_factors, columns=columns_of(gate))
     return gate, up, of_z, of_factors
 
 
@@ -221,7 +226,7 @@ def _shapes(gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
 def _back_shapes(grad: Tensor, gate: Tensor, up: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tokens, width = gate.shape
     ranks = rest[0].shape[1] + rest[1].shape[1]
-    of_z = gate.new_empty(-(-width // COLUMNS), tokens, ranks, dtype=torch.float32)
+    of_z = gate.new_empty(-(-width // columns_of(gate)), tokens, ranks, dtype=torch.float32)
     return gate, up, of_z, gate.new_empty(PARTS, ranks + len(rest[4]), width, dtype=torch.float32)
 
 
