@@ -15,14 +15,17 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+from meshlora.model import weights
 from meshlora.run import trainer
 from meshlora.run.config.file import read_run, read_runs
 from meshlora.run.graphs import choice, graphs
 from meshlora.run.graphs.buckets import Static
 from meshlora.run.together import prepare_run, prepare_runs
 from meshlora.train.batch import Batch
-from meshlora.wings.kernels import kernels
+from meshlora.wings.kernels import fused, kernels
 from meshlora.wings.packed_rows import varlen
+from meshlora.wings.quantized import float8_gpu
+from meshlora.wings.quantized.float8_matrix import for_kernels
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.kernels import STAND_IN
@@ -141,6 +144,45 @@ def test_no_node_of_a_factor_outlives_its_micro_batch(name: str, folder: Path, m
     file = run_file(folder, f"nodes-{name}", "", train__cuda_graphs="on", **alike, **_WITHOUT_CYCLES[name])
     _train(file, 1)
     assert found.records
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recompute", ["none", "keep_attention"])
+def test_fused_kernels_replay(
+    recompute: str, folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By their definitions, in float64. Nobody asks for a number on the way to them, which a GPU walks too."""
+    monkeypatch.setattr(kernels, "_refusal", lambda *_, **__: None)  # which asks for a GPU
+    monkeypatch.setattr(kernels, "liger", lambda *_: STAND_IN)
+    monkeypatch.setattr(kernels, "check_kernels", lambda *_: None)  # which is of float32 and less
+    monkeypatch.setattr(fused, "_is_computed", lambda *_: True)
+    options = {"data__packing": False, "model__kernels": "fused", "train__recompute": recompute}
+    _both(folder, tape, f"fused-{recompute}", **options)
+    assert tape.replays > tape.records
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("compute", ["fp8", "fp8_backward"])
+def test_products_in_float8_replay_as_a_gpu_has_them(
+    compute: str, folder: Path, tape: TapeRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With scales of rows, by torch's product of codes on a CPU, which nobody else takes there."""
+    products, product, read = [0], float8_gpu.scaled_product, weights.read_packed
+
+    def counted(*given: Tensor, **how: Any) -> None:
+        products[0] += 1
+        product(*given, **how)
+
+    monkeypatch.setattr(float8_gpu, "scaled_product", counted)
+    monkeypatch.setattr(weights, "read_packed", lambda name, *rest, **how: for_kernels(read(name, *rest, **how), name))
+    losses = {}
+    for wanted in ("off", "on"):
+        options = {"model__dtype": "bfloat16", "model__compute": compute, "data__packing": False, **_FEW}
+        _train(run_file(folder, f"{compute}-{wanted}", "", train__cuda_graphs=wanted, **options), 1)
+        losses[wanted] = read_losses(folder / f"{compute}-{wanted}" / "metrics.jsonl")
+    assert products[0]
+    assert tape.replays > tape.records > 0
+    assert largest_loss_gap(losses["on"], losses["off"]) < 3e-2
 
 
 _LONG = 64  # tokens: a bound of buckets, so that a batch and its record are on one side of it
