@@ -277,6 +277,19 @@ def test_no_layer_is_left_out_where_one_matrix_has_inputs_for_all(family: str) -
     assert only.memory_bytes > 0
 
 
+def test_a_step_that_needs_values_is_refused_in_words() -> None:
+    """jetmoe's experts ask for a list of what tensors without content have not."""
+    problem = problem_of("jetmoe", 1)
+    with pytest.raises(UnsupportedError, match=r"jetmoe.*tensors without content \(RuntimeError: tolist"):
+        choose(problem, [Topology()])
+
+
+def test_experts_of_a_tower_send_nothing_of_a_text() -> None:
+    problem = problem_of("ernie4_5_vl_moe", 1, lora={"target_modules": r".*language_model.*q_proj"})
+    (only,) = choose(problem, [Topology()]).ranked
+    assert only.memory_bytes > 0
+
+
 @pytest.mark.parametrize("name", ["Qwen--Qwen3-30B-A3B-GPTQ-Int4", "Qwen--Qwen3-8B-AWQ"])
 def test_folder_in_few_bits_is_planned_as_it_is_kept(name: str, tmp_path: Path) -> None:
     """Its files say which weights stay packed; --one-gpu asks for the same folder again."""

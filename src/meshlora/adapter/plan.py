@@ -157,7 +157,8 @@ def plan_adapter(
     for each in rows.values():
         _, width = whole_shape(model, plan, f"{each.module}.weight")
         parameters[each.name] = Trained((len(each.ids), width), rows_rule(plan, each.module))
-    vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
+    known = [name for name in (plan.embedding, plan.head) if name and hasattr(model.get_submodule(name), "weight")]
+    vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in known}
     tied: tuple[str, ...] = ()
     if config.ensure_weight_tying and f"{plan.embedding}.weight" in copies and is_tied(model, plan):
         tied = (f"{plan.head}.weight",)

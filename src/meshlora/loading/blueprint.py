@@ -296,6 +296,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        config.get_text_config()  # there may be several, as musicgen has
     except Exception as error:  # each family checks its own fields, with errors of all kinds
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     _complete(config, folder)

@@ -59,11 +59,10 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
     if topology.dp_shard:
         stacks = (*encoders, decoder_layers(model))  # as they run
         units = tuple(f"{prefix}.{index}" for prefix, found in stacks for index in range(len(found)))
-    # One process trains models whose layers are not found in one list, too.
-    if topology.is_whole:
-        num_layers, of_routers = model.config.get_text_config().num_hidden_layers, Domain.EQUAL
-    else:
-        num_layers, of_routers = len(decoder_layers(model)[1]), Domain.RESIDUAL
+    # One process trains models whose layers are not found in one list, too, if they say how many there are.
+    given = getattr(model.config.get_text_config(), "num_hidden_layers", None) if topology.is_whole else None
+    num_layers = len(decoder_layers(model)[1]) if given is None else given
+    of_routers = Domain.EQUAL if topology.is_whole else Domain.RESIDUAL
     whole = ModelPlan(
         model.config.model_type,
         topology,

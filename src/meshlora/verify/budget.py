@@ -299,6 +299,8 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     shares = topology.tp > 1 and not topology.sp
     tokens = -(-_own(plan, sizes) // topology.tp)
     for name, rule in plan.experts.items():
+        if name not in flow.top_k:  # of a tower, which gets no rows from text
+            continue
         rows = tokens * flow.top_k[name]
         is_reached = name in flow.reached
         yield name, Message("forward", "allgather", block, rule.num_experts * 8)  # int64 counts of rows

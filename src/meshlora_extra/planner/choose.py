@@ -28,7 +28,7 @@ from meshlora_extra.planner.memory import Peak, Prologue, States, StepMemory, pe
 from meshlora_extra.planner.pipeline import PartOfModel, parts_of, shown_micro_batches, time_of_all, turns_of
 from meshlora_extra.planner.problem import Problem, Recompute
 from meshlora_extra.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.topology import (
     DATA,
@@ -329,7 +329,14 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     alike = topology.is_whole, *_without(topology, _APART)
     if alike not in traces:
         of = functools.partial(trace, small, tokens=tokens, device=problem.gpu.device, optimizer=problem.optimizer)
-        traces[alike] = of(rows=1), of(rows=2)
+        try:
+            traces[alike] = of(rows=1), of(rows=2)
+        except UserError:
+            raise
+        except Exception as error:  # code of a model, which may ask for what tensors without content have not
+            rule = f"its step cannot be followed on tensors without content ({reason(error)})"
+            way_out = "plan its --topology alone, which says how it is split"
+            raise UnsupportedError(f"model_type {small.plan.model_type!r}", rule, way_out) from error
     predictions: list[Prediction] = []
     waiting = _micro_batches(problem, share)
     for recompute in _recomputations(problem):

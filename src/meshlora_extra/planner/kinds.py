@@ -84,12 +84,11 @@ def shrink(model: Any) -> Shrunk:
 
 
 def _set(config: Any, field: str, value: Any) -> None:
-    kind = type(config)
-    derived = getattr(kind, field, None)
-    if isinstance(derived, property) and derived.fset is None:  # bamba and jamba say it by other fields
-        config.__class__ = type(kind.__name__, (kind,), {field: value})  # a subclass whose field is plain
-    else:
+    try:
         setattr(config, field, value)
+    except (AttributeError, NotImplementedError):  # bamba, jamba and prophetnet say it by other fields
+        kind = type(config)
+        config.__class__ = type(kind.__name__, (kind,), {field: value})  # a subclass whose field is plain
 
 
 def _shape(layer: nn.Module) -> Iterable[Any]:
