@@ -61,9 +61,11 @@ def test_rank_killed_in_the_middle_of_a_save_is_named_and_leaves_whole_adapters(
 """,
         save_every=1,
     )
-    code, _, err = job.run()
+    code, out, err = job.run()
     assert code == 1
-    assert err.splitlines() == ["error: rank 0 was ended by signal 9 (SIGKILL)"]
+    assert err.splitlines() == ["error: rank 0 was ended by signal 9 (SIGKILL); the machine may be out of memory"]
+    assert out.splitlines()[-2] == "saved in output/checkpoints/step-000002. Go on with:"
+    assert out.splitlines()[-1].endswith("--resume auto")
     assert not (job.output / "adapter").exists()
     saved = sorted((job.output / "checkpoints").glob("step-*"))
     assert [folder.name for folder in saved] == ["step-000001", "step-000002"]

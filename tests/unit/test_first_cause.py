@@ -40,7 +40,9 @@ def test_consequence_is_not_the_cause_though_it_came_first(other: dict[str, obje
 def test_killed_rank_is_the_cause_for_those_that_lost_it() -> None:
     lost = _ended(0, code=1, at=1.0, failed=LOST_CONTACT)
     killed = _ended(1, code=-signal.SIGKILL, at=2.0)
-    assert str(_first_cause([lost, killed])) == "rank 1 was ended by signal 9 (SIGKILL)"
+    assert str(_first_cause([lost, killed])) == (
+        "rank 1 was ended by signal 9 (SIGKILL); the machine may be out of memory"
+    )
 
 
 def test_mistake_of_a_user_keeps_its_exit_code() -> None:

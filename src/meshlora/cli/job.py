@@ -19,6 +19,7 @@ from meshlora.processes.launchers import Place
 from meshlora.run import edge
 from meshlora.run.agreement import agreed, one_day
 from meshlora.run.checkpoint.manifest import read_manifest
+from meshlora.run.checkpoint.resuming import find_checkpoint
 from meshlora.run.config.file import read_runs
 from meshlora.run.config.run_file import RunConfig
 from meshlora.run.extras import part
@@ -32,7 +33,7 @@ from meshlora.run.watch.metrics import last_values
 from meshlora.verify.pool import stop_forking
 from meshlora.verify.preflight import preflight, proof_words
 from meshlora_ground.console import Console
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import RankFailedError, UserError
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Job:
             words += ["--hardware", self.hardware]
         if self.no_preflight:  # for what the adapter's card says
             words += ["--no-preflight"]
-        with self._watched(found):
+        with self._watched(found), self._saying_what_is_saved(found):
             said = launch(
                 words,
                 nproc=self.nproc,
@@ -201,6 +202,21 @@ class Job:
                 timeout_s=max(run.config.train.timeout_s for run in found.runs.values()),
             )
         return said is not False
+
+    @contextlib.contextmanager
+    def _saying_what_is_saved(self, found: Found) -> Iterator[None]:
+        """Where the ranks fail in the block, say how to go on from what the runs have saved, if it is whole."""
+        try:
+            yield
+        except RankFailedError as error:
+            if error.exit_code == UserError.exit_code:
+                raise
+            outputs = [Path(run.config.train.output) for run in found.runs.values()]
+            saved = [find_checkpoint(output, "auto", lambda _: None) for output in outputs]
+            folders = ", ".join(f"{one.folder}" for one in saved if one is not None)
+            if folders:
+                Console().say(f"saved in {folders}. Go on with:\n{edge.how_to_go_on(self.words)}")
+            raise
 
     def _train(self, found: Found, watch: Watch | None, planned: Any) -> bool:
         """Train as one rank of a launcher, or alone."""

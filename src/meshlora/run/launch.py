@@ -256,5 +256,6 @@ def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:
         return cause
     if code < 0:
         name = next((f" ({each.name})" for each in signal.Signals if each == -code), "")  # real-time signals have none
-        return RankFailedError(f"rank {rank.number} was ended by signal {-code}{name}")
+        how = "; the machine may be out of memory" if code == -signal.SIGKILL else ""  # which the kernel sends
+        return RankFailedError(f"rank {rank.number} was ended by signal {-code}{name}{how}")
     return RankFailedError(f"rank {rank.number}: {words or f'it ended with exit code {code}, and said nothing'}")
