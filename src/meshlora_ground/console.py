@@ -16,7 +16,10 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from meshlora_ground.errors import printable
+from meshlora_ground.errors import MeshloraError, printable
+
+# Columns. A terminal whose size nobody has set has 0 of them, as has COLUMNS=0.
+_NARROWEST, _USUAL = 20, 80
 
 
 class Console(rich.console.Console):
@@ -28,6 +31,15 @@ class Console(rich.console.Console):
         super().__init__(
             file=file, width=width, force_terminal=force_terminal, markup=False, highlight=False, emoji=False
         )
+        if width is None and self.width < _NARROWEST:  # rich would print nothing of a table
+            self.width = _USUAL
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's. Raises: MeshloraError: the terminal, or the file in its place, takes no more."""
+        try:
+            super().print(*objects, **options)
+        except OSError as error:
+            raise MeshloraError(f"the output of this command could not be written ({error.strerror})") from None
 
     def say(self, text: str, *, style: str | None = None) -> None:
         """Print `text`, of one or more lines, without wrapping, so that paths can be copied."""

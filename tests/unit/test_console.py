@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import sys
@@ -23,6 +24,7 @@ from meshlora.run.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.show import show
 from meshlora_ground.console import Console, hand_over
+from meshlora_ground.errors import MeshloraError
 from meshlora_ground.topology import Topology
 from meshlora_judge.diagnosis.diagnose import Divergence
 from meshlora_judge.results import Phase, TensorResult
@@ -112,6 +114,26 @@ def test_words_that_the_terminal_cannot_encode_end_nothing() -> None:
     file = io.TextIOWrapper(raw, encoding="latin-1", write_through=True)
     Console(file=file).say("größer … 更大")
     assert raw.getvalue() == "größer \\u2026 \\u66f4\\u5927\n".encode("latin-1")
+
+
+class _Full(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_full_disk_below_the_output_is_one_message() -> None:
+    with pytest.raises(MeshloraError, match=r"output of this command could not be written \(No space left"):
+        Console(file=_Full()).say("x")
+
+
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_rows_are_shown_where_nobody_has_set_the_size_of_the_terminal(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    file = io.StringIO()
+    Console(file=file).show_rows([("output", "runs/mine")])
+    assert file.getvalue().split() == ["output", "runs/mine"]
 
 
 def test_long_line_and_its_spaces_stay_as_they_are() -> None:
