@@ -48,7 +48,10 @@ class Parser(argparse.ArgumentParser):
             is_known = any(option.startswith(name) for option in known)  # argparse takes an unambiguous beginning, too
             if not is_known and (near := self._near(name, known)):
                 self.error(f"{self.prog} has no option {name}; {near}")
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and not self.has_commands:  # argparse would name the help of all commands
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
+        return found, rest
 
     def _known(self) -> list[str]:
         """All options, from the lines of --help that begin with one: argparse has no public list."""

@@ -132,7 +132,7 @@ def test_argument_that_argparse_repeats_is_escaped_and_bounded(word: str, capsys
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.startswith("error: unrecognized arguments: --")
-    assert said.endswith("; see meshlora --help\n")
+    assert said.endswith("; see meshlora check --help\n")
     assert len(said.splitlines()) == 1
     assert len(said) <= 2_000
     assert "\x1b" not in said

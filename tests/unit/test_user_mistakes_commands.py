@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
+from meshlora.verify.request import _device
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP,
@@ -114,6 +116,7 @@ USAGE_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
     "run_file_not_given": (["train"], ("RUN.yaml", "required")),
     "nproc_is_not_a_number": (["train", "run.yaml", "--nproc", "two"], ("--nproc", "'two'")),
     "unknown_argument": (["check", "run.yaml", "--fast"], ("--fast",)),
+    "argument_without_a_name": (["train", "run.yaml", "other.yaml"], ("other.yaml", "see meshlora train --help")),
     "generate_without_a_prompt": (["generate", "--model", "m"], ("--prompt", "required")),
 }
 
@@ -123,6 +126,14 @@ def test_mistake_is_one_clear_message(
     mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
 ) -> None:
     check_mistake(mistake, setups(), capfd)
+
+
+def test_a_proof_on_more_ranks_than_the_memory_holds_is_refused() -> None:
+    """Not by its command: where it is not refused, a machine goes down."""
+    assert _device("auto", 2, 1) == "cpu"
+    for wanted in ("auto", "cpu"):
+        with pytest.raises(UserError, match=r"1,000,000 processes .*: on CPUs each takes .* GB, .*; start at most"):
+            _device(wanted, 10**6, 1)
 
 
 @pytest.mark.parametrize(("arguments", "words"), USAGE_MISTAKES.values(), ids=USAGE_MISTAKES.keys())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
+# Bytes of a rank on CPUs, before its model: more ranks than the memory holds take the machine down before they fail.
+_LEAST_OF_RANK = 10**8
 # There where an NVIDIA driver is loaded.
 _DRIVER = [Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")]
 # How long the first rank waits for the last one to be started.
@@ -333,8 +336,9 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
     """Whether the `num_ranks` ranks of this machine compute on its GPUs, `ranks_per_gpu` on each.
 
     Raises:
-        UserError: `device_type` is cuda and there is none, or there are too few GPUs for the ranks; or it is auto, and
-            this machine has a GPU that torch cannot use; or ranks on CPUs, or a single one, are to share GPUs.
+        UserError: `device_type` is cuda and there is none, or there are too few GPUs, or too little memory, for the
+            ranks; or it is auto, and this machine has a GPU that torch cannot use; or ranks on CPUs, or a single one,
+            are to share GPUs.
     """
     if ranks_per_gpu < 1:
         raise UserError(f"--ranks-per-gpu {ranks_per_gpu}", "at least 1 rank computes on each GPU", "leave it out")
@@ -346,6 +350,10 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
         if ranks_per_gpu > 1:
             rule = "it needs CUDA: these ranks would compute on CPUs, which they share anyway"
             raise UserError(f"--ranks-per-gpu {ranks_per_gpu}", rule, "leave it out")
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if num_ranks > (most := max(1, memory // _LEAST_OF_RANK)):
+            rule = f"on CPUs each takes at least {_LEAST_OF_RANK / 1e9:.1f} GB, and there are {memory / 1e9:,.1f}"
+            raise UserError(f"{num_ranks:,} processes on this machine", rule, f"start at most {most:,}")
         return False
     if not num_gpus:
         raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")

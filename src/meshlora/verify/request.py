@@ -436,8 +436,10 @@ def with_biases(config: PretrainedConfig, given: Collection[str] = ()) -> Pretra
 
 def _device(wanted: str, ranks: int, ranks_per_gpu: int) -> str:
     """Where to prove. Of "auto" the GPUs if they are enough; with ranks that share them they must be."""
-    if wanted == "auto" and ranks_per_gpu == 1:
-        takes_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
-    else:
-        takes_gpus = on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu)
-    return "cuda" if takes_gpus else "cpu"
+    if (
+        wanted == "auto"
+        and ranks_per_gpu == 1
+        and not (torch.cuda.is_available() and torch.cuda.device_count() >= ranks)
+    ):
+        wanted = "cpu"
+    return "cuda" if on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu) else "cpu"

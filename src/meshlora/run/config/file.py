@@ -346,7 +346,7 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
 def _apply(tree: dict[str, Any], override: str) -> None:
     """Set `a.b=value` in the tree; the value is YAML."""
     path, equals, text = override.partition("=")
-    if not equals or not path:
+    if not equals or "" in path.split("."):
         raise UserError(f"--set {override}", "it must read key.path=value, as in --set train.lr=1e-4")
     *parents, last = path.split(".")
     if len(parents) > _DEEPEST_KEY:
