@@ -32,8 +32,16 @@ def path_argument(text: str) -> str:
     return text
 
 
-def check_path(option: str, text: str, *, knows_home: bool = False) -> None:
-    """Refuse an impossible path. knows_home: its reader expands a leading `~`. Raises: UserError: names `option`."""
+def check_path(option: str, text: str | None, *, knows_home: bool = False) -> None:
+    """Refuse an impossible path. knows_home: its reader expands a leading `~`; None: it is not given.
+
+    Raises:
+        UserError: names `option`.
+    """
+    if text is None:
+        return
+    if not text.strip():
+        raise UserError(f"{option}={text[:_LONGEST_QUOTE]!r}", "it must be the name of a folder or a file")
     given = f"{option}={text[:_LONGEST_QUOTE]!a}{'…' * (len(text) > _LONGEST_QUOTE)}"
     if "\0" in text:
         raise UserError(given, "a path has no NUL character")
@@ -117,7 +125,9 @@ def _integer(text: str) -> int:
 def no_such_folder(given: str | Path) -> UserError:
     """The error for a model that is neither a folder there nor a name of the hub."""
     rule, way_out = "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
-    if not Path(given).is_absolute():
+    if Path(given).exists():
+        rule, way_out = "it is a file", "give the folder of a checkpoint: config.json, safetensors, a tokenizer"
+    elif not Path(given).is_absolute():
         rule += f" in {Path.cwd()}"
         if elsewhere := found_above(f"{given}"):
             way_out = f"from here it is {elsewhere}"

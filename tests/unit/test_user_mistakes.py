@@ -80,11 +80,16 @@ MISTAKES: dict[str, Case] = {
     "sampling_options_without_sampling": case(
         setting("generate", {"temperature": 0.5}), "generate.temperature", "no effect without do_sample"
     ),
+    **{
+        f"{option}_is_empty": case(setting(option, ""), f"{option}=''", "the name of a folder or a file")
+        for option in ("model.path", "data.train", "data.eval", "data.chat_template", "train.routing_record")
+    },
     "required_key_missing": case(lambda s: s.drop("train.output"), "train.output", "required"),
     "required_group_missing": case(lambda s: s.drop("data"), "data", "required"),
     "set_without_value": case(
         lambda s: s.arguments.extend(["--set", "train.lr"]), "--set train.lr", "key.path=value", "train.lr=1e-4"
     ),
+    "set_key_without_a_name": case(lambda s: s.arguments.extend(["--set", "..=1"]), "--set ..=1", "key.path=value"),
     "set_unknown_key": case(
         lambda s: s.arguments.extend(["--set", "train.lrr=1"]), "train.lrr", "unknown key", "did you mean 'lr'?"
     ),
@@ -224,6 +229,9 @@ TRAIN_MISTAKES: dict[str, Case] = {
     ),
     "cp_that_does_not_divide_the_processes": case(
         several(setting("topology", "cp=3"), lambda s: setattr(s, "nproc", 4)), "cp*tp=3", "4 processes", "{1, 2, 4}"
+    ),
+    "processes_that_the_memory_does_not_hold": case(
+        lambda s: setattr(s, "nproc", 10**6), "1,000,000 processes on this machine", "at least 0.1 GB", "start at most"
     ),
     "no_process": case(lambda s: setattr(s, "nproc", 0), "--nproc 0", "at least 1"),
 }

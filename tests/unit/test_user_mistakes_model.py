@@ -45,7 +45,9 @@ MISTAKES: dict[str, Case] = {
     "model_folder_missing": case(
         setting("model.path", "nowhere/llama"), "nowhere/llama", "no such folder", "hf download"
     ),
-    "model_path_is_a_file": case(lambda s: s.set("model.path", str(s.model / "config.json")), "config.json", "folder"),
+    "model_path_is_a_file": case(
+        lambda s: s.set("model.path", str(s.model / "config.json")), "config.json", "it is a file", "folder"
+    ),
     "config_missing": case(remove("model/config.json"), "no config.json", "folder of one checkpoint"),
     "config_cut_short": case(truncate("model/config.json", 100), "config.json", "not a readable JSON file"),
     "config_is_a_list": case(text("model/config.json", "[]"), "config.json"),

@@ -42,7 +42,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:  # untrusted files read by a library may raise anything
         rule = f"it cannot be loaded ({reason(error)})"
-        raise UserError(f"tokenizer in {path}", rule, "is tokenizer.json there and whole?") from error
+        raise UserError(
+            f"tokenizer in {path}", rule, "are tokenizer.json and tokenizer_config.json there and whole?"
+        ) from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

@@ -163,7 +163,7 @@ class RlConfig:
     def __post_init__(self) -> None:
         check_numbers("rl", self)
         require(all(self.stop), "rl.stop", self.stop, "of texts that are not empty")
-        check_path("rl.publish_to", self.publish_to or "")
+        check_path("rl.publish_to", self.publish_to)
         require(bool(self.adapter_name.strip()), "rl.adapter_name", repr(self.adapter_name), "a name")
         if self.is_folder:
             check_path("rl.source", self.source)

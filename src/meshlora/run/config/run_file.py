@@ -251,7 +251,7 @@ class DataConfig:
         for name in ("train", "eval", "sample_prompts"):
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
-        check_path("data.chat_template", self.chat_template or "")
+        check_path("data.chat_template", self.chat_template)
         require(self.system is None or bool(self.system.strip()), "data.system", repr(self.system), "a text")
         if self.date is not None:
             require(_is_day(self.date), "data.date", repr(self.date), "a day, as in 2026-01-15")
@@ -443,9 +443,8 @@ class TrainConfig:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
-        require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
         for name in ("output", "routing_record", "routing_replay"):
-            check_path(f"train.{name}", getattr(self, name) or "")
+            check_path(f"train.{name}", getattr(self, name))
         check_numbers("train", self)
         require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
         by_name = "none", "full", "keep_attention", "offload"
@@ -578,7 +577,7 @@ class RunConfig:
         return objective.folder if isinstance(objective, Distill) else None
 
     def __post_init__(self) -> None:
-        check_path("adapter", self.adapter or "")
+        check_path("adapter", self.adapter)
         if (self.lora is None) == (self.adapter is None):
             given = "neither" if self.lora is None else "both"
             rule = "a run starts from one of them"
