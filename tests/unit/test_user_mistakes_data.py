@@ -151,3 +151,17 @@ def test_check_says_what_is_not_read_of_alpacas_records(setup: Setup, capfd: pyt
                 == 1
             )
         assert "data.format: alpaca reads it" in out
+
+
+def test_check_says_that_an_evaluation_reads_what_is_trained(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    train, said = f"{setup.folder}/train.jsonl", "is trained on, too"
+    for given, is_said in (
+        (train, True),
+        ([f"{setup.folder}/eval.jsonl", train], True),
+        (f"{setup.folder}/eval.jsonl", False),
+        ([{"path": train, "rows": "4:"}], False),  # of a file that is cut in two
+    ):
+        setup.set("data.eval", given)
+        setup.write()
+        assert main(["check", str(setup.folder / "run.yaml")]) == 0
+        assert (f"note: data.eval: {train} {said}" in capfd.readouterr().out) == is_said

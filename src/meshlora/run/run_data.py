@@ -67,9 +67,14 @@ def read_data(
     notes: list[str] = []
     read = functools.partial(texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
     train_data, eval_data, held = no_tokens(), None, frozenset[str]()
+    trained = {(path, one.split, one.rows) for one in sources_of(options.train) for path in one.paths}
     for source in sources_of(options.eval_files):  # before the others are read, which may take minutes
         for path in source.paths:
             files_of(path, source.split)
+            if (path, source.split, source.rows) in trained:
+                notes.append(
+                    f"data.eval: {path} is trained on, too: its loss says nothing of what the model never read"
+                )
     if options.eval_share is not None:
         split = texts.read_split(tokenizer, blueprint.config, seed=seed, say=notes.append)
         train_data, eval_data, held = split.train, split.eval, split.held
