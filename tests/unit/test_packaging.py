@@ -56,6 +56,13 @@ def _imports(file: Path) -> set[tuple[str, bool]]:
     return {(name, is_always) for name, is_always in found if name not in {*sys.stdlib_module_names, *OWN}}
 
 
+def test_every_extra_is_on_the_page_of_installation() -> None:
+    page = (ROOT / "docs/install.md").read_text("utf-8")
+    rows = [line.partition("|")[2].partition("|")[0] for line in page.splitlines()]
+    for extra in _project()["optional-dependencies"]:
+        assert any(f"`{extra}`" in row for row in rows), f"docs/install.md does not name the extra {extra}"
+
+
 def test_every_import_is_declared() -> None:
     assert not _undeclared(".", (ROOT / "src").rglob("*.py"))
 
