@@ -355,9 +355,7 @@ def test_without_a_gpu_on_is_refused_and_auto_runs_eagerly(folder: Path) -> None
         prepare_run(read_run(run_file(folder, "cpu-on", "", train__cuda_graphs="on", **_FEW)))
     run = prepare_run(read_run(run_file(folder, "cpu-auto", "", train__cuda_graphs="auto", **_FEW)))
     assert run.config.train.cuda_graphs == "off"
-    assert (
-        "train.cuda_graphs: auto: micro-batches run eagerly: train.cuda_graphs=on: CPUs record no kernels" in run.notes
-    )
+    assert "train.cuda_graphs: auto: micro-batches run eagerly: CPUs record no kernels" in run.notes
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def _table() -> str:
     for number, case in enumerate(CASES):
         found, said = _read(number)
         (line,) = (line for line in said if "read as" in line)
-        words = line.split(": read as ", 1)[1].removesuffix("; data.format and data.columns say otherwise")
+        words = line.split(": read as ", 1)[1].removesuffix("; to read it otherwise: data.format, data.columns")
         trained = f"{int(found.is_trained.sum())} of {len(found.input_ids)}"
         rows.append(f"| `{case.file}` | {case.what} | {words} | {len(found)} | {trained} |")
     return "\n".join(rows) + "\n"

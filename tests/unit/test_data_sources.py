@@ -139,7 +139,7 @@ def test_what_the_chosen_columns_leave_out_is_said_once_for_each_path(tmp_path: 
     columns = {"prompt": "instruction", "completion": "output"}
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     other = write(tmp_path / "b.csv", "instruction,output,extra\nq,a,1\nq,a,2\n")
-    read, ways = "read as prompt_completion (instruction, output)", "; data.format and data.columns say otherwise"
+    read, ways = "read as prompt_completion (instruction, output)", "; to read it otherwise: data.format, data.columns"
     alpaca = " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
     assert _said_of([path, other], columns) == [
         f"{path}: {read}; not read: input, id, n{alpaca}{ways}",

@@ -251,7 +251,9 @@ def test_a_run_says_what_it_takes_of_the_host(two_gpus: Callable[[float], None])
     assert "8.59 GB of the host for each of 2 ranks" in _notes("tp=2,sp")[0]
     assert "17.18 GB of the host for each of 2 ranks" in _notes("tp=2")[0]
     assert _notes(recompute="full") == []
-    assert "for each of 4 ranks: on CPUs that spares nothing" in _notes("dp=4", device="cpu")[0]
+    assert _notes("tp=2", device="cpu") == [
+        "train.recompute: offload: on CPUs that spares nothing, and full computes the same"
+    ]
 
 
 def test_each_of_several_residual_streams_takes_room(two_gpus: Callable[[float], None]) -> None:

@@ -94,7 +94,7 @@ def _rows_of(run: Any, given: Collection[str]) -> list[tuple[str, str]]:
     config, adapter = run.config, run.blueprint.trained
     rows = []
     if config.preset is not None:
-        rows.append((f"preset {config.preset}", resolved(config)))
+        rows.append(("preset", f"{config.preset}\n{resolved(config)}"))
     train_data = "rollouts, a file a step" if config.is_stream else _size(run.train_data)
     rows += [
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),

@@ -192,7 +192,7 @@ class _Seen:
 
     formats: dict[str, dict[str, None]] = field(default_factory=dict)
     unread: dict[str, None] = field(default_factory=dict)
-    ways: str = "; data.format and data.columns say otherwise"
+    ways: str = "; to read it otherwise: data.format, data.columns"
     joined: Mapping[str, str] | None = None
     left_out: dict[str, tuple[str, int]] = field(default_factory=dict)
 

@@ -168,14 +168,15 @@ def notes_of_offload(
 ) -> list[str]:
     """How much of this machine's memory a run takes for inputs of layers, where it keeps them there.
 
-    world: the number of ranks that are started; None: of a run that is only looked at, one for each GPU that is here,
-        on CPUs all.
+    world: the number of ranks that are started; None: of a run that is only looked at, one for each GPU that is here.
 
     Raises:
         UserError: the machine has less.
     """
     if config.train.recompute != "offload" or not len(data):
         return []
+    if config.device == "cpu" or not torch.cuda.is_available():
+        return ["train.recompute: offload: on CPUs that spares nothing, and full computes the same"]
     row = int(np.diff(data.offsets).max())
     if config.data.packing is True:
         row = config.data.longest
@@ -185,15 +186,9 @@ def notes_of_offload(
     tokens = rows * row / topology.size_over(topology.token_cut)
     # Of stages the first rank has so many micro-batches on the way that it has as many inputs as there are layers.
     needed = host_bytes(len(decoder_layers(model)[1]), tokens * width)
-    is_on_cpus = config.device == "cpu" or not torch.cuda.is_available()
-    if world is not None:
-        ranks = ranks_on_host(world)
-    else:
-        ranks = topology.world if is_on_cpus else min(topology.world, torch.cuda.device_count())
+    ranks = min(topology.world, torch.cuda.device_count()) if world is None else ranks_on_host(world)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     words = f"inputs of layers take up to {needed / 1e9:,.2f} GB of the host for each of {ranks} ranks"
-    if is_on_cpus:
-        return [f"{words}: on CPUs that spares nothing, and train.recompute: full computes the same"]
     if needed * ranks > there:
         way_out = "use train.recompute: full, smaller micro-batches or shorter rows"
         raise UserError("train.recompute=offload", f"{words}, which has {there / 1e9:,.1f} GB", way_out)

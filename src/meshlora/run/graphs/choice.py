@@ -55,7 +55,8 @@ def with_graphs(
     if wanted == "on":
         raise error
     train = dataclasses.replace(config.train, cuda_graphs="off")
-    said = f"train.cuda_graphs: auto: micro-batches run eagerly: {error.given}: {error.rule}"
+    beside = f": {error.given}".removeprefix(": train.cuda_graphs=on")  # nobody gave it
+    said = f"train.cuda_graphs: auto: micro-batches run eagerly{beside}: {error.rule}"
     return dataclasses.replace(config, train=train), (said,)
 
 
