@@ -15,13 +15,14 @@ import pytest
 
 import meshlora.cli.job
 from meshlora.cli.main import main
-from meshlora.run.checkpoint.identity import identity_of_contents
+from meshlora.run.checkpoint.identity import check_same, identity_of_contents
 from meshlora.run.config.file import read_run
 from meshlora.run.lock import FILE as LOCK
 from meshlora.run.lock import hold
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import prepare_output
 from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UserError
 from meshlora_ground.file_hash import FileHashes
 from tests.manifests import sign
 from tests.unit.mistakes import Setup, message_of, setting
@@ -104,6 +105,21 @@ def test_what_is_there_of_another_run_is_refused_by_name(
     run = _resumed(finished, name)
     assert run.is_finished == (ends == "finished" and name != "steps")
     assert run.is_finished or (run.resume is not None and run.resume.step == 3)
+
+
+def test_all_that_differs_is_said_at_once() -> None:
+    """But for the hash of data, which other values have made another."""
+    there = {"data": "sha256:0", "lora": "r 4", "steps": "9", "tokenizer": "sha256:1", "train.lr": "1e-3"}
+    here = {"data": "sha256:2", "lora": "r 8", "steps": "5", "tokenizer": "sha256:3", "train.lr": "2e-3"}
+    with pytest.raises(UserError) as said:
+        check_same("step-3", there, here, despite=["steps"], way_out="start a new run")
+    assert str(said.value) == (
+        "--resume: step-3: it is of a run with other lora: r 4 there, r 8 here, and other tokenizer, and other "
+        "train.lr: 1e-3 there, 2e-3 here; go on all the same with --resume-despite lora --resume-despite tokenizer "
+        "--resume-despite train.lr, or start a new run"
+    )
+    with pytest.raises(UserError, match="--resume-despite data, or"):
+        check_same("step-3", there, there | {"data": "sha256:2"}, despite=[], way_out="start a new run")
 
 
 def test_same_run_with_all_its_steps_is_finished(finished: Setup, capfd: pytest.CaptureFixture[str]) -> None:

@@ -160,24 +160,29 @@ def check_same(
     what: name of the saved folder, for the message. way_out: the alternative to `--resume-despite`.
 
     Raises:
-        UserError: another value differs, by name; or a name in `despite` is unknown.
+        UserError: other values differ, all by name; or a name in `despite` is unknown.
     """
     names = there.keys() | here.keys()
     for name in despite:
         if name not in names:
             raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
-    for name in sorted(names, key=lambda name: (name == DATA, name)):  # its hash says less than what made it another
+    changed = [name for name in sorted(names - {*despite}) if there.get(name, "none") != here.get(name, "none")]
+    if len(changed) > 1 and DATA in changed:  # its hash says less than what made it another
+        changed.remove(DATA)
+    if not changed:
+        return
+    said = []
+    for name in changed:
         one, other = there.get(name, "none"), here.get(name, "none")
-        if one == other or name in despite:
-            continue
         if name == "model.revision":
             way_out = f"give model.path: {shown(one)}"
         differs = f": {shown(one)} there, {shown(other)} here"
         if one.startswith("sha256:") or other.startswith("sha256:"):  # which nobody can read
             differs = ""
-        given = f"--resume: {what}"
-        rule = f"it is of a run with other {shown(name)}{differs}"
-        raise UserError(given, rule, f"go on all the same with --resume-despite {shown(name)}, or {way_out}")
+        said.append(f"{shown(name)}{differs}")
+    flags = " ".join(f"--resume-despite {shown(name)}" for name in changed)
+    rule = f"it is of a run with other {', and other '.join(said)}"
+    raise UserError(f"--resume: {what}", rule, f"go on all the same with {flags}, or {way_out}")
 
 
 def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
