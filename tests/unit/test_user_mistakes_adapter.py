@@ -132,6 +132,7 @@ MISTAKES: dict[str, Case] = {
         lora(rank_pattern={"(q": 8}), "rank_pattern='(q'", "regular expression"
     ),
     "lora_rslora_is_text": case(lora(use_rslora="yes"), "use_rslora='yes'", "true or false"),
+    "lora_weight_tying_is_text": case(lora(ensure_weight_tying="no"), "ensure_weight_tying='no'", "true or false"),
     "lora_exclude_matches_nothing": case(
         lora(exclude_modules=["q_prj"]), "exclude_modules=['q_prj']", "'q_prj' matches no", "did you mean 'q_proj'?"
     ),

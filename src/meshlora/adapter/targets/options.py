@@ -70,7 +70,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "trainable_token_indices": (_are_tokens, "it is a list of token ids, each once, or of each of several modules one"),
     "layers_pattern": (_are_texts, "it is a name or a list of names"),
     **dict.fromkeys(
-        ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out"),
+        ("use_rslora", "use_dora", "lora_bias", "fan_in_fan_out", "ensure_weight_tying"),
         (lambda value: isinstance(value, bool), "it is true or false"),
     ),
     "runtime_config": (lambda value: isinstance(value, LoraRuntimeConfig | dict), "it is a group of keys"),
