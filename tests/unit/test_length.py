@@ -67,10 +67,10 @@ def test_a_warm_up_by_its_share_has_the_rates_of_its_steps(file: Any) -> None:
 
 
 def test_share_that_leaves_no_step_is_refused(file: Any) -> None:
-    with pytest.raises(UserError, match=r"train\.warmup_ratio=0\.95, 12 steps,: it must be below the 12 steps"):
+    with pytest.raises(UserError, match=r"train\.warmup_ratio=0\.95, or 12 steps: it must be below the 12 steps"):
         prepare_run(read_run(file(train={"warmup_ratio": 0.95})))
     falls = {"warmup_ratio": 0.5, "schedule": "warmup_stable_decay", "decay_steps": 7}
-    with pytest.raises(UserError, match=r"train\.warmup_ratio=0\.5, 6 steps, and train\.decay_steps=7: together"):
+    with pytest.raises(UserError, match=r"train\.warmup_ratio=0\.5, or 6 steps and train\.decay_steps=7: together"):
         prepare_run(read_run(file(train=falls)))
 
 

@@ -106,6 +106,9 @@ MISTAKES: dict[str, Case] = {
         "no effect without data.eval",
     ),
     "warmup_as_long_as_the_run": case(setting("train.warmup_steps", 4), "train.warmup_steps=4", "below the 4 steps"),
+    "warmup_ratio_of_the_whole_run": case(
+        setting("train.warmup_ratio", 0.999), "train.warmup_ratio=0.999, or 4 steps: it must be below the 4 steps"
+    ),
     "negative_learning_rate": case(setting("train.lr", -1.0), "train.lr=-1.0", "above 0"),
     "learning_rate_of_hundreds": case(setting("train.lr", 200), "train.lr=200", "at most 10"),
     "learning_rate_not_finite": case(setting("train.lr", float("inf")), "train.lr", "inf", "finite"),

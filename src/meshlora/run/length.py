@@ -41,7 +41,7 @@ def in_steps(train: TrainConfig, *, steps: int, num_sequences: int) -> TrainConf
     warmup, given = train.warmup_steps, f"train.warmup_steps={train.warmup_steps}"
     if train.warmup_ratio:
         warmup = math.ceil(steps * train.warmup_ratio)  # as transformers rounds
-        given = f"train.warmup_ratio={train.warmup_ratio:g}, {warmup} steps,"
+        given = f"train.warmup_ratio={train.warmup_ratio:g}, or {warmup} steps"
     if warmup >= steps:
         raise UserError(given, f"it must be below the {steps} steps of the run")
     if warmup + train.decay_steps > steps:
