@@ -119,3 +119,24 @@ def test_what_is_not_the_same_everywhere_is_refused() -> None:
     assert "did you mean 'fp8'" in refused("llama", "", compute="fp9")
     given = refused("llama", "", compute="fp8", quantization="int8")
     assert given.startswith("model.compute=fp8 with quantization int8: its base is in few bits already, and they are")
+
+
+# Heads of keys that two ranks hold; what latent attention makes of low rank; a linear between the layers and the head.
+@pytest.mark.parametrize(
+    ("family", "overrides", "linear"),
+    [
+        ("llama", {"num_key_value_heads": 1}, "model.layers.0.self_attn.k_proj"),
+        ("deepseek_v3", {}, "model.layers.0.self_attn.q_a_proj"),
+        ("bert", {}, "cls.predictions.transform.dense"),
+    ],
+)
+def test_terms_of_a_gradient_that_ranks_would_round_apart_are_refused(
+    family: str, overrides: dict[str, object], linear: str
+) -> None:
+    config = twin_config(family, tp=2, block=192, **overrides)
+    found = _refused(config, "tp=2", compute="fp8_backward", dtype="float64")
+    assert found == (
+        f"compute fp8_backward of {linear} on tp=2: each tp rank has a term of its gradient, and the sum is what "
+        "is rounded; use dp_shard, cp or pp in place of tp"
+    )
+    make_blueprint(config, Topology.parse("dp=2,dp_shard"), BaseOptions(compute="fp8_backward", dtype="float64"))

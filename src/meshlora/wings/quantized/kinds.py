@@ -19,7 +19,7 @@ from typing import Protocol
 
 from meshlora.plan.layout import Split, contiguous
 from meshlora.plan.pairs import check
-from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind_of
+from meshlora.plan.rules import Domain, ExpertRule, LinearRule, ModelPlan, Packing, kind_of
 from meshlora_ground.errors import UserError, did_you_mean
 
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
@@ -123,10 +123,15 @@ def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
 
 
 def _check_cuts(plan: ModelPlan, rule: LinearRule, compute: str) -> None:
-    """Check that no cut of the features of `rule` crosses a block with one scale."""
+    """Check that tp leaves whole what is rounded: gradients of outputs, and blocks of features with one scale."""
+    size = plan.topology.tp
+    has_copies = rule.split is Split.COLUMN and rule.layout is not None and max(rule.layout.copies(size)) > 1
+    if size > 1 and (has_copies or (rule.split is Split.WHOLE and rule.domain is Domain.PARTIAL)):
+        what, why = f"compute {compute} of {rule.name} on {plan.topology}", "each tp rank has a term of its gradient"
+        # Of heads of keys that several ranks hold, of what MLA makes of low rank: Q(a) + Q(b) is not Q(a + b).
+        raise UserError(what, f"{why}, and the sum is what is rounded", "use dp_shard, cp or pp in place of tp")
     if rule.split is Split.WHOLE or rule.layout is None:
         return
-    size = plan.topology.tp
     for rank in range(size):
         for run in rule.layout.runs(rank=rank, size=size):
             is_cut = run.stop % TOKEN_BLOCK and run.stop != rule.layout.size
