@@ -67,6 +67,24 @@ def test_objective_is_that_of_one_process_on_every_mesh(
     _check_case(proof, objective)
 
 
+@pytest.mark.parametrize(
+    ("objective", "topology"),
+    [
+        ("orpo", ""),
+        pytest.param("kto", "tp=2,sp", marks=pytest.mark.proof),
+        pytest.param("simpo", "cp=2", marks=pytest.mark.proof),
+        pytest.param("dpo", "pp=2", marks=pytest.mark.proof),
+        pytest.param("aot", "dp=2,ep=2", marks=pytest.mark.proof),
+    ],
+)
+def test_load_balancing_weighs_as_the_mean_over_pairs_or_records_does(
+    objective: str, topology: str, prove: Prove
+) -> None:
+    """Not as one over their tokens: a step's sum is divided by what its objective counts."""
+    for outcome in prove(family="qwen3_moe", objective=as_proved(objective), topologies=(topology,), steps=1):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topologies"),

@@ -141,7 +141,8 @@ class Trainer:
             folder = None if given is None else Path(given)
             found.append(RunRouting(self.model, folder, self.batching, replays=options.routing_record is None))
         if options.router_aux_loss_coef:
-            found.append(LoadBalancing(self.model, coef=options.router_aux_loss_coef))
+            coef, objective = options.router_aux_loss_coef, options.objective
+            found.append(LoadBalancing(self.model, coef=coef, count=lambda batch: count(objective, batch)))
         return tuple(found)
 
     def train(self) -> bool:

@@ -267,7 +267,7 @@ def context_choices_of_one_rank(_: None, self: LoadBalancing, *__: Any, **___: A
 @after(LoadBalancing, "_counted", needs={Feature.CP, Feature.AUX_LOSS})
 def context_tokens_of_balance_divided(found: Tensor, self: LoadBalancing, *_: Any) -> Tensor:
     """the load-balancing loss weighs as the trained tokens of all cp ranks do"""
-    return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])  # the last is the number of tokens
+    return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])  # the last is their number
 
 
 @instead_of(attention_parts, "_add", needs={Feature.RING})

@@ -29,11 +29,13 @@ from meshlora_ground.topology import DATA, LAYERS
 
 
 class LoadBalancing(StepPart):
-    """Watches the routers of a parallel model. coef: weight of the loss."""
+    """Watches the routers of a parallel model. coef: weight of the loss. count: what of a batch is in the mean that the
+    objective is: trained tokens, pairs or records.
+    """
 
-    def __init__(self, model: Any, *, coef: float) -> None:
+    def __init__(self, model: Any, *, coef: float, count: Callable[[Batch], int]) -> None:
         state = runtime(model)
-        self.coef, self.plan, self.mesh = coef, state.plan, state.mesh
+        self.coef, self.plan, self.mesh, self._count = coef, state.plan, state.mesh, count
         # The ranks whose routers see different tokens, or are of other layers.
         self.axis = state.mesh.over(DATA | LAYERS | state.plan.topology.token_cut)
         self.num_experts = max(rule.num_experts for rule in state.whole.plan.experts.values())
@@ -41,7 +43,7 @@ class LoadBalancing(StepPart):
         self.routers = _routers(model) if state.plan.experts else []  # a stage may have dense layers only
         self._logits: list[Tensor] = []
         self._probabilities = torch.zeros(self.num_experts, dtype=torch.float64, device=state.mesh.device)
-        self._shares, self._rows, self._tokens = self._probabilities, 1.0, 1.0
+        self._shares, self._rows, self._number = self._probabilities, 1.0, 1.0
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -74,7 +76,7 @@ class LoadBalancing(StepPart):
         self._add_up(self._counted(batch))
 
     def term(self, batch: Batch) -> Tensor:
-        """Contribution of the micro-batch just run inside `watching` to a loss summed over tokens."""
+        """Contribution of the micro-batch just run inside `watching` to a loss that is a sum."""
         assert self._logits or self.plan.stages, "no router has run"
         if not self._logits:
             return self._probabilities.new_zeros(())
@@ -82,8 +84,8 @@ class LoadBalancing(StepPart):
         sums = torch.stack([torch.softmax(logits, -1).float()[mask].sum(0) for logits in self._logits]).sum(0)
         self._logits.clear()
         self._probabilities += sums.detach().double()
-        # A loss summed over tokens is divided by all trained tokens of a step: the term is multiplied by them here.
-        scale = self.coef * self._tokens * self.num_experts / self._rows
+        # The sum is divided by all that is counted in a step: the term is multiplied by that here.
+        scale = self.coef * self._number * self.num_experts / self._rows
         return (self._shares.to(sums.dtype) * sums).sum() * scale
 
     def finish(self) -> float:
@@ -93,7 +95,7 @@ class LoadBalancing(StepPart):
 
     def _add_up(self, counts: Tensor) -> None:
         total = all_reduce_sum(counts, self.axis)
-        self._rows, self._tokens = float(total[-2]), float(total[-1])
+        self._rows, self._number = float(total[-2]), float(total[-1])
         # Rounded as in transformers, which computes it in float32 even inside the lift. On the CPU: a GPU multiplies by
         # the reciprocal, which is rounded once more.
         shares = (torch.tensor(total[:-2].tolist(), dtype=torch.float32, device="cpu") / self._rows).to(total.device)
@@ -101,7 +103,7 @@ class LoadBalancing(StepPart):
         self._probabilities.zero_()
 
     def _counted(self, batch: Batch) -> Tensor:
-        """`[E + 2]`: choices of each expert; number of rows that chose; number of trained tokens."""
+        """`[E + 2]`: choices of each expert; number of rows that chose; what `count` says."""
         mask = self._own_tokens(batch)
         found = torch.zeros(self.num_experts + 2, dtype=torch.float64, device=self._probabilities.device)
         for logits in self._logits:
@@ -109,7 +111,7 @@ class LoadBalancing(StepPart):
             found[:-2] += products.count_each(chosen.flatten(), self.num_experts)
             found[-2] += len(chosen)  # of all layers, as transformers concatenates them
         # Of one stage: all see the same tokens.
-        found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size * self.mesh.is_counted
+        found[-1] = self._count(batch) * self.mesh.cp.size / self.mesh.token_cut.size * self.mesh.is_counted
         return found
 
     def _own_tokens(self, batch: Batch) -> Tensor:
