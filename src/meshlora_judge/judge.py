@@ -153,7 +153,8 @@ class _Judge:
             results += self._drawn(ranks, expected) + self._drawn(ranks, of_base)
             # With B drawn a magnitude is the sum's row norm, which is not checked; as configured it is the base's.
             if kind == "fresh":
-                results += [replace(result, limit=1e-6) for result in self._drawn(ranks, magnitudes)]
+                limit = 1e-11 if self.evidence.case.dtype == "float64" else 1e-6
+                results += [replace(result, limit=limit) for result in self._drawn(ranks, magnitudes)]
             results += missing(set[str]().union(*ranks) - {*drawn} - of_base.keys(), ())
         loaded, fresh = _of_all(_of(self.ranks, "scalings")), _of_all(_of(self.ranks, "fresh_scalings"))
         if (wrong := self._scaled_otherwise(saved.fresh_scalings, loaded, fresh)) or saved.fresh_note:

@@ -29,7 +29,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import Mask
 from meshlora.model.dp_shard import whole_weights
 from meshlora.plan.layout import Split
-from meshlora_ground.float64 import wide_dtype
+from meshlora_ground.float64 import lift, wide_dtype
 
 _Leaf = ParallelLinear | ParallelEmbedding
 
@@ -57,7 +57,8 @@ def kept_of_base(leaf: Any, x: Tensor, mask: Mask) -> Tensor:
 
 def first_magnitude(model: Any, leaf: _Leaf, adapter: str, name: str) -> Tensor:
     """That of a new adapter on the leaf `name`: with it nothing is scaled. Collective."""
-    with whole_weights(model, name):  # the norm of an output feature is that of its whole row
+    # The norm of an output feature is that of its whole row. Lifted, or it would be rounded as tp cuts its sum.
+    with whole_weights(model, name), lift(model.dtype == torch.float64):
         return weight_norm(leaf, adapter).to(wide_dtype(model.dtype))
 
 
