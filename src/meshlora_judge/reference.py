@@ -63,18 +63,7 @@ def reference_model(
     stays on.
     is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
     """
-    config = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=model.trust_remote_code)
-    objective.configure(config)
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
-            setattr(config, name, 0.0)
-    if objective.task != CAUSAL:
-        config.classifier_dropout = 0.0
-    base = _loaded(model, model.path, config)
-    if objective.task != CAUSAL:
-        base.config.get_text_config().pad_token_id = pad
-    quantize_base(base, model.quantization)
-    multiply_in_float8(base, model.compute, quantization=model.quantization, folder=model.path)
+    base = _base_model(model, objective=objective, pad=pad, dropouts=dropouts)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
         # Where the base is: PEFT would read it onto a GPU that it sees.
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu")
@@ -84,6 +73,22 @@ def reference_model(
         share_adapters(found)
     invoke(found)
     return found.train()
+
+
+def _base_model(model: Base, *, objective: Objective, pad: int = 0, dropouts: Collection[str] = ()) -> Any:
+    config = AutoConfig.from_pretrained(model.path, local_files_only=True, trust_remote_code=model.trust_remote_code)
+    objective.configure(config)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
+            setattr(config, name, 0.0)
+    if objective.task != CAUSAL:
+        config.classifier_dropout = 0.0
+    found = _loaded(model, model.path, config)
+    if objective.task != CAUSAL:
+        found.config.get_text_config().pad_token_id = pad
+    quantize_base(found, model.quantization)
+    multiply_in_float8(found, model.compute, quantization=model.quantization, folder=model.path)
+    return found
 
 
 def _loaded(model: Base, folder: str | Path, config: Any) -> Any:
@@ -178,6 +183,16 @@ def frozen_policy(model: Base, adapter: str | Path | None, **options: Any) -> An
     options: of `reference_model`.
     """
     return None if adapter is None else reference_model(model, adapter, **options).eval().requires_grad_(False)
+
+
+def base_beside_biases(model: Base, adapter: str | Path, *, objective: Objective, pad: int = 0) -> Any:
+    """The frozen base as a second model, where `objective` needs it and the adapter trains its biases: PEFT does so in
+    place, and `disable_adapter` leaves them as trained. None: it need not be.
+    """
+    file = Path(adapter) / "adapter_config.json"
+    if not objective.needs_base or json.loads(file.read_text(encoding="utf-8")).get("bias", "none") == "none":
+        return None
+    return _base_model(model, objective=objective, pad=pad).eval().requires_grad_(False)
 
 
 def teacher_model(student: Base, folder: str | Path) -> Any:
@@ -448,6 +463,8 @@ def reference_run(
     options: dict[str, Any] = {"objective": settings.objective, "pad": pad_token_id}
     model = reference_model(base, adapter, dropouts=dropouts, **options)
     policy = frozen_policy(base, compared_with, **options)
+    if policy is None:
+        policy = base_beside_biases(base, adapter, **options)
     if isinstance(settings.objective, Distill) and settings.objective.folder is not None:
         policy = teacher_model(base, settings.objective.folder)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(settings.steps))

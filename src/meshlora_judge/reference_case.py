@@ -86,12 +86,15 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
     """
     with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
         model = _case_model(case, case.adapter, precision)
-        policy = None
+        policy, folder = None, Path(case.adapter).parent
         if case.reference is not None:
-            folder = Path(case.adapter).parent / REFERENCE
-            policy = _case_model(case, folder, precision).eval().requires_grad_(False)
-        if _has_teacher(case):
-            policy = reference.teacher_model(case.base, Path(case.adapter).parent / TEACHER)
+            policy = _case_model(case, folder / REFERENCE, precision).eval().requires_grad_(False)
+        elif _has_teacher(case):
+            policy = reference.teacher_model(case.base, folder / TEACHER)
+        else:
+            options: dict[str, Any] = {"objective": case.objective, "pad": case.pad_token_id}
+            policy = reference.base_beside_biases(case.base, case.adapter, **options)
+        if case.reference is None and policy is not None:
             policy = (policy if precision == case.dtype else policy.double()).to(case.device)
         if case.routed:
             with as_the_engine(model.get_base_model(), case) as routing:

@@ -27,7 +27,7 @@ from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, PairLoss
+from meshlora_ground.objectives.preferences import Dpo, Kto, PairLoss
 from meshlora_judge.batches import micro_batches
 from meshlora_judge.objectives import losses
 from meshlora_judge.trace import Trace
@@ -82,6 +82,17 @@ def test_load_balancing_weighs_as_the_mean_over_pairs_or_records_does(
 ) -> None:
     """Not as one over their tokens: a step's sum is divided by what its objective counts."""
     for outcome in prove(family="qwen3_moe", objective=as_proved(objective), topologies=(topology,), steps=1):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize(("kind", "bias"), [("kto", "lora_only"), pytest.param("dpo", "all", marks=pytest.mark.proof)])
+def test_base_that_is_compared_with_has_the_biases_of_the_checkpoint(kind: str, bias: str, prove: Prove) -> None:
+    """Which PEFT trains in place, and leaves as trained in `disable_adapter`."""
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "bias": bias}
+    objective = PROVED[kind]
+    assert isinstance(objective, Dpo | Kto)
+    given = {"objective": dataclasses.replace(objective, reference="base"), "lora": lora, "steps": 2}
+    for outcome in prove(family="qwen2", topologies=("tp=2",), **given):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
