@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,14 +25,17 @@ from meshlora.wings.kernels.stream_sums import stream_kernels
 from meshlora.wings.kernels.tails import tails
 from meshlora.wings.packed_rows import varlen
 from meshlora.wings.quantized import float8_gpu
+from meshlora.wings.quantized.float8 import round_tokens
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
-from meshlora.wings.quantized.kinds import COMPUTE, KINDS
+from meshlora.wings.quantized.float8_stored import multiplied_as_stored, stored_for_kernels
+from meshlora.wings.quantized.kinds import COMPUTE, KINDS, STORED
 from meshlora.wings.quantized.quantized import pack, unpacked_slowly
 from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
-from tests.float8_numbers import FACTOR, SHAPES, WIDTHS, rows
+from tests.float8_numbers import BLOCKS, FACTOR, SHAPES, WIDTHS, blocks, rows
 from tests.float8_numbers import codes as codes_of_float8
+from tests.packed import WIDE, write_packed
 from tests.twins import make_batches, make_twin
 
 pytestmark = pytest.mark.gpu
@@ -270,6 +274,57 @@ def test_products_in_float8_are_near_their_definition(kind: str, tokens: int, he
     assert len(float8_gpu._checked) == len(pairs)
 
 
+@pytest.mark.parametrize("shape", BLOCKS, ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_by_blocks_are_those_of_the_cpu(shape: tuple[int, int, int, int], is_transposed: bool) -> None:
+    rows_, of_rows, codes, scales, bias = blocks(*shape, is_transposed=is_transposed)
+    wanted, found = torch.empty(shape[:2]), torch.empty(shape[:2], device="cuda")
+    float8_gpu._blocks_by_definition(wanted, rows_, of_rows, codes, scales, shape[3], bias)
+    on_gpu = rows_.cuda(), of_rows.cuda(), codes.cuda(), scales.cuda()
+    float8_gpu._blocks_on_gpu(found, *on_gpu, shape[3], bias.cuda())
+    # Hopper sums the numbers of a block in about 14 bits.
+    assert float((found.cpu() - wanted).norm() / wanted.norm()) < 2.0**-11
+
+
+@pytest.mark.parametrize("kind", STORED.values())
+@pytest.mark.parametrize("tokens", [1, 65, 4096])
+@pytest.mark.parametrize(("height", "width"), [(48, 576), (4096, 14336), (14336, 4096)])
+def test_products_by_what_is_stored_are_near_their_definition(kind: str, tokens: int, height: int, width: int) -> None:
+    """Scales of blocks of 128 x 128 in float32, as Qwen3-FP8 has them; then replayed from a record, with new inputs."""
+    float8_gpu._checked.clear()
+    weight = (0.02 * torch.randn(height, width, device="cuda")).bfloat16()
+    weight *= torch.rand(height, 1, device="cuda").bfloat16()
+    packed = stored_for_kernels(multiplied_as_stored(pack(weight, "fp8"), kind), "w")
+    assert packed.has_backward
+    assert packed.has_forward == (kind == STORED["fp8"])
+    x = torch.randn(tokens, width, device="cuda").bfloat16()
+    g = torch.randn(tokens, height, device="cuda").bfloat16()
+    y, dx = torch.empty_like(g), torch.empty_like(x)
+
+    def run() -> None:
+        if packed.has_forward:
+            packed.write_product(y, x, None)
+        dx.copy_(packed.gradient(g))
+
+    def check() -> None:
+        exact = packed.whole().float()
+        pairs = [(dx, round_tokens(g.float()) @ exact)]
+        if packed.has_forward:
+            pairs.append((y, round_tokens(x.float()) @ exact.T))
+        for own, wanted in pairs:
+            assert float((own.float() - wanted).norm() / wanted.norm()) < float8_gpu._LIMIT
+
+    run()
+    check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    x.normal_()
+    g.normal_()
+    graph.replay()
+    check()
+
+
 def test_products_in_float8_of_no_tokens_are_empty() -> None:
     packed = for_kernels(pack_float8(torch.randn(64, 32, device="cuda").bfloat16(), "float8"), "w")
     none = torch.empty(0, 64, device="cuda", dtype=torch.bfloat16)
@@ -286,20 +341,28 @@ def test_products_in_float8_of_another_dtype_are_refused(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("compute", COMPUTE)
 @pytest.mark.parametrize("recompute", ["none", "full", "keep_attention"])
+@pytest.mark.parametrize("is_kept", [False, True])
 def test_a_model_with_products_in_float8_has_the_gradients_of_the_cpu(
-    compute: str, recompute: str, tmp_path: Path
+    compute: str, recompute: str, is_kept: bool, tmp_path: Path
 ) -> None:
-    folder = make_twin(tmp_path, "llama")
+    """is_kept: of a checkpoint with the layout of Qwen3-FP8."""
+    options: dict[str, Any] = {"dtype": "bfloat16", "compute": compute}
+    if is_kept:
+        base, limit = write_packed(tmp_path / "packed", "fp8 of 128", **WIDE), 0.17
+        options["quantization"] = "keep"
+    else:
+        base, limit = make_twin(tmp_path, "llama") / "model", 0.1
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     ids, gradients = make_batches().input_ids, {}
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
-        model = meshlora.load(folder / "model", lora=lora, dtype="bfloat16", device=device, compute=compute).train()
+        model = meshlora.load(base, lora=lora, device=device, **options).train()
         recompute_layers(model, recompute)
-        given = ids.to(device)
-        shifted_loss(model, given, None, given.roll(-1, 1)).backward()
+        there = ids.to(device)
+        shifted_loss(model, there, None, there.roll(-1, 1)).backward()
         found = [p.grad.flatten().cpu() for p in model.parameters() if p.grad is not None]
         gradients[device] = torch.cat(found)
     error = (gradients["cuda"] - gradients["cpu"]).norm() / gradients["cpu"].norm()
-    # Rounding moves codes: 0.04 and 0.02 with the numbers of a GPU on a CPU. Without float8 it were 0.08.
-    assert error < 0.1
+    # Rounding moves codes: 0.04 and 0.02 with the numbers of a GPU on a CPU. Without float8 it were 0.08. Of what is
+    # kept, a wider model, 0.084 and 0.033; without float8 0.13.
+    assert error < limit

@@ -9,9 +9,9 @@ from torch import Tensor
 from meshlora.layers.frozen import frozen_linear, gradient_of_input
 from meshlora.wings.quantized.float8 import round_tokens
 from meshlora.wings.quantized.float8_matrix import pack_float8
-from meshlora.wings.quantized.float8_stored import multiplied_as_stored, stored_for_kernels
+from meshlora.wings.quantized.float8_stored import StoredForm, multiplied_as_stored, stored_for_kernels
 from meshlora.wings.quantized.kinds import STORED
-from meshlora.wings.quantized.quantized import Form, Packed, pack
+from meshlora.wings.quantized.quantized import Form, Packed, joined, pack
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.slow_paths import UNPACKED_FOR_BACKWARD
 from meshlora_judge import float8 as judge
@@ -42,6 +42,9 @@ def _of(scales: str, dtype: torch.dtype = torch.float64) -> Packed:
         "rows": (of_rows, 1, 192),
         "rows in bfloat16": (of_rows.bfloat16(), 1, 192),
         "one": (torch.tensor([[0.0037]]), 320, 192),
+        "groups": (of_rows.expand(320, 2) * torch.tensor([1.0, 1.5]), 1, 128),
+        "squares": (torch.rand(10, 6, generator=torch.Generator().manual_seed(3)) + 0.5, 32, 32),
+        "powers too far apart": (torch.tensor([[2.0**-20, 2.0**-2]] * 3), 128, 128),
     }
     return _stored(*made[scales], dtype=dtype)
 
@@ -83,7 +86,16 @@ def test_a_part_multiplies_as_the_whole_matrix_does() -> None:
 
 @pytest.mark.parametrize(
     ("scales", "has_backward"),
-    [("powers", True), ("powers in float32", True), ("one", True), ("rows", False), ("rows in bfloat16", False)],
+    [
+        ("powers", True),
+        ("powers in float32", True),
+        ("powers too far apart", True),
+        ("one", True),
+        ("blocks", True),
+        ("squares", True),
+        ("rows", False),
+        ("rows in bfloat16", False),
+    ],
 )
 def test_products_of_gpus_are_near_the_definition(
     scales: str, has_backward: bool, monkeypatch: pytest.MonkeyPatch
@@ -107,7 +119,7 @@ def test_products_of_gpus_are_near_the_definition(
     assert taken == [UNPACKED_FOR_BACKWARD] * (not has_backward)
 
 
-@pytest.mark.parametrize("scales", ["powers", "one"])
+@pytest.mark.parametrize("scales", ["powers", "one", "blocks"])
 def test_of_the_backward_alone_a_gpu_unpacks_for_the_forward(scales: str) -> None:
     packed = _of(scales, torch.bfloat16)
     on_gpu = stored_for_kernels(multiplied_as_stored(packed, STORED["fp8_backward"]), "w")
@@ -118,12 +130,33 @@ def test_of_the_backward_alone_a_gpu_unpacks_for_the_forward(scales: str) -> Non
     assert _error(on_gpu.gradient(g), round_tokens(g.float()) @ exact) < 3e-3
 
 
+@pytest.mark.parametrize(("rows", "columns", "step"), [((0, 320), (0, 192), 128), ((0, 320), (0, 64), 128),
+    ((64, 320), (0, 192), 64), ((0, 320), (96, 192), 32), ((160, 320), (0, 192), 32)])  # fmt: skip
+def test_parts_and_what_is_joined_of_them_have_squares_with_one_scale(
+    rows: tuple[int, int], columns: tuple[int, int], step: int
+) -> None:
+    """As a tp leaves them, whose cut crosses blocks, and as matrices lie that are one in memory."""
+    part = _of("blocks", torch.bfloat16).part(rows, columns)
+    for given in (part, joined([part, part], -2)):
+        on_gpu = stored_for_kernels(multiplied_as_stored(given, STORED["fp8"]), "w")
+        assert torch.equal(on_gpu.whole(), given.whole())
+        x, g = (torch.randn(5, size).bfloat16() for size in reversed(given.shape))
+        y = torch.empty(5, given.shape[0], dtype=torch.bfloat16)
+        on_gpu.write_product(y, x, None)
+        exact = given.to(torch.device("cpu"), torch.float32).whole()
+        assert _error(y, round_tokens(x.float()) @ exact.T) < 3e-3
+        assert _error(on_gpu.gradient(g), round_tokens(g.float()) @ exact) < 3e-3
+        assert isinstance(on_gpu.form, StoredForm)
+        if given is part:
+            assert on_gpu.form.step == step
+
+
 @pytest.mark.parametrize(
-    ("scales", "compute"), [("blocks", "fp8"), ("blocks", "fp8_backward"), ("rows", "fp8_backward")]
+    ("scales", "compute"), [("groups", "fp8"), ("groups", "fp8_backward"), ("rows", "fp8_backward")]
 )
 def test_scales_that_no_kernel_takes_are_refused(scales: str, compute: str) -> None:
     matrix = multiplied_as_stored(_of(scales, torch.bfloat16), STORED[compute])
-    said = "blocks of 128 x 128" if scales == "blocks" else "rows"
+    said = "blocks of 1 x 128" if scales == "groups" else "rows"
     with pytest.raises(UnsupportedError, match=f"model.compute on a GPU of q_proj, stored with scales of {said}: its"):
         stored_for_kernels(matrix, "q_proj")
 

@@ -25,7 +25,8 @@ BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio", "triton"}
 
 # What imports a package that nobody has to have: it is imported only where that is there.
 _OURS = ("loss", "stream", "tail")
-_KERNELS = (*(f"kernels/{name}_kernels.py" for name in _OURS), "quantized/float8_kernels.py")
+_OF_FLOAT8 = ("quantized/float8_kernels.py", "quantized/float8_block_kernels.py")
+_KERNELS = (*(f"kernels/{name}_kernels.py" for name in _OURS), *_OF_FLOAT8)
 WHERE_IT_IS = {(f"src/meshlora/wings/{file}", "triton") for file in _KERNELS}
 
 # The distribution of the judge alone.

@@ -1,11 +1,12 @@
-"""Products in float8 on a GPU: torch's product of codes with scales, and what makes the codes.
+"""Products in float8 on a GPU: torch's product of codes with scales, ours for those of blocks, and their codes.
 
 Owns: which GPUs have them, the two products, and their comparison with the definition on first use. Does not own: the
-definition (`wings.quantized.float8`), the Triton kernels (`wings.quantized.float8_kernels`).
+definition (`wings.quantized.float8`), the Triton kernels (`wings.quantized.float8_kernels`, `float8_block_kernels`).
 
 A GPU's product has a scale for each row of either side: of a token in place of 32 of its features, and of a matrix in
 place of 128 x 128 of its numbers. As all are powers of two, that changes numbers below the normal range alone: 1e-5 of
-a product, where rounding to e4m3 is 3e-2 and that of the result to bfloat16 2e-3.
+a product, where rounding to e4m3 is 3e-2 and that of the result to bfloat16 2e-3. Scales of blocks that are stored, and
+may be any numbers, have a kernel of ours: torch's takes them on Hopper alone, and writes to no given tensor.
 
 The backward multiplies by codes that lie the other way, which are made for the length of the product.
 """
@@ -70,25 +71,33 @@ def check_gpu_of(
             raise UnsupportedError(given, f"a GPU's kernel takes multiples of {_WIDTH}", "leave it out, or use less tp")
 
 
-def write_product(y: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-    """y `[T, out]` = Q(x) W^^T + bias: codes `[out, in]`, scales `[out, 1]`."""
-    if len(x):
-        rows = _rows(x)
+def write_product(y: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, *, step: int) -> None:
+    """y `[T, out]` = Q(x) W^^T + bias: codes `[out, in]`, scales `[out, 1]`, or, with a step, of blocks of as many."""
+    if not len(x):
+        return
+    rows = _rows(x)
+    if step:
+        of_blocks = codes.view(torch.float8_e4m3fn), scales, step
+        torch.ops.meshlora.write_blocks(y, rows.codes, rows.scales, *of_blocks, bias)
+    else:
         of_weight = codes.view(torch.float8_e4m3fn).T
         # The kernel takes a bias in the dtype of its result: one that trains may be float32.
         own_bias = None if bias is None else bias.to(y.dtype)
         scaled_product(rows.codes, of_weight, rows.scales, scales.view(1, -1), bias=own_bias, out=y)
 
 
-def gradient(g: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Q(g) W^ `[T, in]`. codes: of W^, or W itself. scales: `[out, 1]`, all one number."""
+def gradient(g: Tensor, codes: Tensor, scales: Tensor, *, step: int) -> Tensor:
+    """Q(g) W^ `[T, in]`. codes: of W^, or W itself. scales: `[out, 1]`, all one number, or, with a step, of blocks."""
     _last.clear()  # else the inputs of the last product of the forward would stay for all of the backward
     found = g.new_empty(len(g), codes.shape[1])
     if len(g):
         # The scale of the matrix is along the sum: it goes with that of the tokens.
-        of_g, of_tokens = torch.ops.meshlora.round_rows(g.contiguous(), scales)
+        of_g, of_tokens = torch.ops.meshlora.round_rows(g.contiguous(), None if step else scales)
         back = torch.ops.meshlora.codes_across(codes, scales)
-        scaled_product(of_g, back.T, of_tokens, _ones(codes.shape[1], g.device), bias=None, out=found)
+        if step:
+            torch.ops.meshlora.write_blocks(found, of_g, of_tokens, back, scales.T, step, None)
+        else:
+            scaled_product(of_g, back.T, of_tokens, _ones(codes.shape[1], g.device), bias=None, out=found)
     return found
 
 
@@ -156,6 +165,9 @@ _LIBRARY = torch.library.Library("meshlora", "DEF")
 _LIBRARY.define("round_rows(Tensor x, Tensor? factor) -> (Tensor, Tensor)")
 # Codes `[K, N]`, uint8, or plain numbers, to be rounded with scale[0] -> the transpose of the codes, `[N, K]`.
 _LIBRARY.define("codes_across(Tensor codes, Tensor scale) -> Tensor")
+# out `[T, N]` = of_rows (rows W^T) + bias, where W[n,k] = scales[n // step, k // step] codes[n,k].
+_OF_MATRIX = "Tensor codes, Tensor scales, int step, Tensor? bias"
+_LIBRARY.define(f"write_blocks(Tensor(a!) out, Tensor rows, Tensor of_rows, {_OF_MATRIX}) -> ()")
 
 
 def _rounded_by_definition(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -173,6 +185,15 @@ def _across_by_definition(codes: Tensor, scale: Tensor) -> Tensor:
     return codes.view(torch.uint8).T.contiguous().view(torch.float8_e4m3fn)
 
 
+def _blocks_by_definition(
+    out: Tensor, rows: Tensor, of_rows: Tensor, codes: Tensor, scales: Tensor, step: int, bias: Tensor | None
+) -> None:
+    height, width = codes.shape
+    of_codes = scales.repeat_interleave(step, 0)[:height].repeat_interleave(step, 1)[:, :width]
+    product = of_rows * (rows.float() @ (of_codes * codes.float()).T)
+    out.copy_(product if bias is None else product + bias.float())
+
+
 def _rounded_on_gpu(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     from meshlora.wings.quantized import float8_kernels  # which needs Triton
 
@@ -185,6 +206,14 @@ def _across_on_gpu(codes: Tensor, scale: Tensor) -> Tensor:
     return float8_kernels.codes_across(codes, scale)
 
 
+def _blocks_on_gpu(
+    out: Tensor, rows: Tensor, of_rows: Tensor, codes: Tensor, scales: Tensor, step: int, bias: Tensor | None
+) -> None:
+    from meshlora.wings.quantized import float8_block_kernels
+
+    float8_block_kernels.write_blocks(out, rows, of_rows, codes, scales, step, bias)
+
+
 def _rounded_shapes(x: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x, dtype=torch.float8_e4m3fn), x.new_empty(len(x), 1, dtype=torch.float32)
 
@@ -195,7 +224,9 @@ def _across_shapes(codes: Tensor, scale: Tensor) -> Tensor:
 
 _LIBRARY.impl("round_rows", _rounded_by_definition, "CPU")
 _LIBRARY.impl("codes_across", _across_by_definition, "CPU")
+_LIBRARY.impl("write_blocks", _blocks_by_definition, "CPU")
 _LIBRARY.impl("round_rows", _rounded_on_gpu, "CUDA")
 _LIBRARY.impl("codes_across", _across_on_gpu, "CUDA")
+_LIBRARY.impl("write_blocks", _blocks_on_gpu, "CUDA")
 _LIBRARY.impl("round_rows", _rounded_shapes, "Meta")
 _LIBRARY.impl("codes_across", _across_shapes, "Meta")

@@ -28,12 +28,17 @@ from meshlora_ground.errors import UnsupportedError
 
 # Of the norm of a block: what one scale of a matrix may change. Rounding to e4m3 changes 2.6e-2. Not a part of its
 # numbers: of a matrix with outliers one in a hundred is below the normal range, and together they are 3e-5 of it.
-_MOST_CHANGED = 1e-3
+MOST_CHANGED = 1e-3
 
 
 @dataclass(frozen=True)
 class Float8Form(Form):
-    """How codes and scales are a matrix whose products are in float8. kind: float8 or float8_backward."""
+    """How codes and scales are a matrix whose products are in float8. kind: float8 or float8_backward.
+
+    step: of scales of blocks, on a GPU: these are all of as many rows and columns, but the last. 0: of rows.
+    """
+
+    step: int = 0
 
     @property
     def bits(self) -> int:
@@ -73,7 +78,7 @@ class Float8(Packed):
         if not self.has_forward:
             super().write_product(y, x, bias)
             return
-        float8_gpu.write_product(y, x, self.codes, self.scales, bias)
+        float8_gpu.write_product(y, x, self.codes, self.scales, bias, step=_step(self))
 
         def definition(rows: Tensor) -> Tensor:
             return self.entering(rows).float() @ self.whole().float().T
@@ -104,7 +109,7 @@ class Float8Backward(Packed):
 
 def _gradient(matrix: Packed, g: Tensor) -> Tensor:
     """`g W^` by the kernels of a GPU, of a matrix that has their form."""
-    found = float8_gpu.gradient(g, matrix.codes, matrix.scales)
+    found = float8_gpu.gradient(g, matrix.codes, matrix.scales, step=_step(matrix))
 
     def definition(rows: Tensor) -> Tensor:
         rounded, weight = matrix.returning(rows)
@@ -112,6 +117,11 @@ def _gradient(matrix: Packed, g: Tensor) -> Tensor:
 
     float8_gpu.check_once("backward", found, g, definition)
     return found
+
+
+def _step(matrix: Packed) -> int:
+    assert isinstance(matrix.form, Float8Form), matrix.form
+    return matrix.form.step
 
 
 def pack_float8(weight: Tensor, kind: str) -> Packed:
@@ -124,14 +134,23 @@ def pack_float8(weight: Tensor, kind: str) -> Packed:
     return form.matrix(codes, scales)
 
 
-@torch.no_grad()
 def for_kernels(packed: Packed, name: str) -> Packed:
-    """`packed`, of a matrix `name`, as the kernels of a GPU take it: with one scale for the whole matrix, told for each
-    row, which changes numbers below the normal range alone.
+    """`packed`, of a matrix `name`, as the kernels of a GPU take it.
 
     Raises:
-        UnsupportedError: some block of 128 x 128 is changed by more than a thousandth.
+        UnsupportedError: one scale changes some block of 128 x 128 by more than a thousandth.
     """
+    found, changed = in_one_scale(packed)
+    if not changed <= MOST_CHANGED:
+        rule = f"its kernels take one scale a matrix, which changes a block of {name} by {changed:.1e} of its norm"
+        raise UnsupportedError("model.compute on a GPU", f"{rule} (limit {MOST_CHANGED:.0e})", "leave it out")
+    return found
+
+
+@torch.no_grad()
+def in_one_scale(packed: Packed) -> tuple[Packed, float]:
+    """`packed` with one scale for the whole matrix, told for each row, which changes numbers below the normal range
+    alone; and the largest change of a block of 128 x 128, of its norm."""
     assert isinstance(packed.form, Float8Form), packed.form
     height, width = packed.shape
     form = dataclasses.replace(packed.form, rows=(1,) * height, columns=(width,))
@@ -145,10 +164,7 @@ def for_kernels(packed: Packed, name: str) -> Packed:
     with_one_scale = dataclasses.replace(form, kind="float8")
     codes = _codes(exact, exponent.expand(height, 1), with_one_scale)
     changed = _most_changed(_numbers(codes, scales, with_one_scale), exact)
-    if not changed <= _MOST_CHANGED:
-        rule = f"its kernels take one scale a matrix, which changes a block of {name} by {changed:.1e} of its norm"
-        raise UnsupportedError("model.compute on a GPU", f"{rule} (limit {_MOST_CHANGED:.0e})", "leave it out")
-    return form.matrix(packed.codes if form.holds_numbers else codes, scales)
+    return form.matrix(packed.codes if form.holds_numbers else codes, scales), changed
 
 
 def _numbers(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
@@ -179,12 +195,12 @@ def exponents_of_blocks(scales: Tensor) -> Tensor:
 
 def _codes(exact: Tensor, exponents: Tensor, form: Form) -> Tensor:
     """The codes `[out, in]`, uint8, of a float32 matrix whose blocks have these exponents."""
-    down, across = (_blocks_of(sizes, exact.device) for sizes in (form.rows, form.columns))
+    down, across = (blocks_of(sizes, exact.device) for sizes in (form.rows, form.columns))
     each = exponents.index_select(0, down).index_select(1, across)
     return nearest(exact * power(-each, torch.float32)).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 @functools.cache
-def _blocks_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+def blocks_of(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """The number of the block that each row, or column, is in. Kept: inside a record the host writes nothing."""
     return torch.arange(len(sizes), device=device).repeat_interleave(torch.tensor(sizes, device=device))

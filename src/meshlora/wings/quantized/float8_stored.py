@@ -15,13 +15,15 @@ scale, and blocks of inputs and gradients are not cut: each rank multiplies the 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from meshlora.wings.quantized.float8_matrix import Float8, Float8Form, for_kernels
-from meshlora.wings.quantized.kinds import STORED
+from meshlora.wings.quantized.float8_matrix import MOST_CHANGED, Float8, Float8Form, blocks_of, in_one_scale
+from meshlora.wings.quantized.kinds import FLOAT8_BLOCK, STORED, TOKEN_BLOCK, Touched
 from meshlora.wings.quantized.quantized import Packed, numbers_of_scales
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.slow_paths import UNPACKED_FOR_BACKWARD, take
@@ -70,35 +72,49 @@ def multiplied_as_stored(packed: Packed, kind: str) -> Packed:
 
 @torch.no_grad()
 def stored_for_kernels(packed: Packed, name: str) -> Packed:
-    """`packed`, of `multiplied_as_stored`, of a matrix `name`, as the kernels of a GPU take it: with a scale a row.
+    """`packed`, of `multiplied_as_stored`, of a matrix `name`, as the kernels of a GPU take it.
 
-    Scales of rows are a factor of what the forward sums, and along the sum of the backward, which unpacks the matrix:
-    it is said. Blocks whose scales are powers of two become one, as those of plain numbers do.
+    Blocks whose scales are powers of two become one, as those of plain numbers do; others are cut to one size. Scales
+    of rows are a factor of what the forward sums, and along the sum of the backward, which unpacks the matrix: it is
+    said.
 
     Raises:
         UnsupportedError: no kernel takes these scales.
     """
-    form, scales = packed.form, numbers_of_scales(packed.scales)
+    form, scales, codes = packed.form, numbers_of_scales(packed.scales), packed.codes
     assert isinstance(form, StoredForm), form
+    (height, width), has_forward = packed.shape, form.kind == STORED["fp8"]
     is_one = bool((scales == scales.flatten()[0]).all())
-    codes = packed.codes
     if not is_one and _are_powers(scales):
         blocks = Float8Form("float8", form.dtype, form.rows, form.columns)
-        with_one = for_kernels(Packed(codes, scales, blocks), name)
-        codes, scales, is_one = with_one.codes, with_one.scales, True
-    elif len(form.columns) == 1:
-        of_rows = torch.tensor(form.rows, device=scales.device)
-        scales = scales.repeat_interleave(of_rows, 0)
+        with_one, changed = in_one_scale(Packed(codes, scales, blocks))
+        if changed <= MOST_CHANGED:
+            codes, scales, is_one = with_one.codes, with_one.scales, True
+    step = 0 if is_one else _step_of(form)
+    rows: tuple[int, ...] = (1,) * height
+    columns: tuple[int, ...] = (width,)
+    if step:
+        down, across = (blocks_of(sizes, scales.device)[::step] for sizes in (form.rows, form.columns))
+        scales = scales.index_select(0, down).index_select(1, across)
+        rows, columns = (Touched.by(0, size, step).counts for size in packed.shape)
     elif is_one:
-        scales = scales.flatten()[:1].expand(packed.shape[0], 1).contiguous()
-    has_forward = form.kind == STORED["fp8"]
-    if scales.shape[1] != 1 or not (has_forward or is_one):
+        scales = scales.flatten()[:1].expand(height, 1).contiguous()
+    elif len(form.columns) == 1 and has_forward:
+        scales = scales.repeat_interleave(torch.tensor(form.rows, device=scales.device), 0)
+    else:
         given = f"model.compute on a GPU of {name}, stored with scales of {_said(form)}"
-        rule = "its kernels take one of the matrix, one of each row in the forward, or powers of two"
+        rule = f"its kernels take blocks of multiples of {TOKEN_BLOCK}, one scale of the matrix, or of each row forward"
         raise UnsupportedError(given, rule, "leave model.compute out: the matrix stays in float8")
-    height, width = packed.shape
-    kept = dataclasses.replace(form, rows=(1,) * height, columns=(width,), has_forward=has_forward, has_backward=is_one)
-    return kept.matrix(codes, scales)
+    kept = dataclasses.replace(form, rows=rows, columns=columns, step=step, has_forward=has_forward)
+    return dataclasses.replace(kept, has_backward=bool(is_one or step)).matrix(codes, scales)
+
+
+def _step_of(form: StoredForm) -> int:
+    """The side of the largest squares, of 128, 64 or 32, of which each has one scale; 0: there are none. A cut through
+    blocks, and parts that are joined, leave blocks of several sizes."""
+    ends = itertools.chain.from_iterable(list(itertools.accumulate(sizes))[:-1] for sizes in (form.rows, form.columns))
+    step = math.gcd(FLOAT8_BLOCK, *ends)
+    return step if step >= TOKEN_BLOCK else 0
 
 
 def _are_powers(scales: Tensor) -> bool:
