@@ -70,7 +70,7 @@ UNPACKED_WITHOUT_KERNEL = SlowPath(
 UNPACKED_FOR_BACKWARD = SlowPath(
     "matrices in float8 unpacked for the products of their backward",
     "the checkpoint has a scale for each output, along which these sum, and the kernel takes none there",
-    "a checkpoint with one scale a matrix, or without model.compute: its matrices stay in float8",
+    "a checkpoint with a scale for each block or matrix, or without model.compute: its matrices stay in float8",
     ("cuda",),
 )
 OVER_CPU = SlowPath(

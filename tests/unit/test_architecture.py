@@ -246,7 +246,7 @@ WIDE = {
     "read_streamed": "what a user may say of data",
     "read_rollouts": "what a user may say of data",
     **dict.fromkeys(
-        ("_gate_tail", "_gate_tail_back", "_stream_sum", "_stream_back"),
+        ("_gate_tail", "_gate_tail_back", "_stream_sum", "_stream_back", "_product_of_blocks"),
         "a kernel takes each tensor, size and stride by itself",
     ),
 }

@@ -70,16 +70,17 @@ _COMPILE = """
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from meshlora.wings.quantized.float8_block_kernels import _GROUP, _TILE, _product
+from meshlora.wings.quantized.float8_block_kernels import _product_of_blocks
 
 CODES, NUMBERS, SIZES = ("rows", "codes"), ("of_rows", "scales"), ("num_rows", "height", "width", "down", "across")
 for dtype in ("bf16", "fp16", "fp32"):
     signature = dict.fromkeys(("bias", "out"), "*" + dtype) | dict.fromkeys(CODES, "*fp8e4nv")
     signature |= dict.fromkeys(NUMBERS, "*fp32") | dict.fromkeys(SIZES, "i32")
-    of_16 = {(_product.arg_names.index(name),): [["tt.divisibility", 16]] for name in ("height", "width", *CODES)}
+    names = [_product_of_blocks.arg_names.index(name) for name in ("height", "width", *CODES)]
+    of_16 = {(number,): [["tt.divisibility", 16]] for number in names}
     for step in (128, 64, 32):
-        constants = {"STEP": step, "TILE": _TILE, "GROUP": _GROUP, "HAS": True}
-        source = ASTSource(_product, signature | dict.fromkeys(constants, "constexpr"), constants, of_16)
+        constants = {"STEP": step, "HAS": True}
+        source = ASTSource(_product_of_blocks, signature | dict.fromkeys(constants, "constexpr"), constants, of_16)
         for capability, product in ((89, "mma.sync.aligned.m16n8k32"), (90, "wgmma.mma_async")):
             options = {"num_warps": 4, "num_stages": 3}
             made = compile(source, target=GPUTarget("cuda", capability, 32), options=options)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 # Rows that a program multiplies, and how many of its neighbours share codes in the cache: with four warps and three
 # stages, what published kernels for blocks of 128 are tuned to on an H200 at 4,096 tokens.
-_TILE, _GROUP = 64, 16
+_TILE, _GROUP = tl.constexpr(64), tl.constexpr(16)
 
 
 @triton.jit
-def _product(  # type: ignore[no-untyped-def]
+def _product_of_blocks(  # type: ignore[no-untyped-def]
     rows,
     of_rows,
     codes,
@@ -29,20 +29,18 @@ def _product(  # type: ignore[no-untyped-def]
     down,
     across,
     STEP: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
     HAS: tl.constexpr,
 ):
-    """A tile of out `[T, N]`: TILE rows, and the STEP outputs of one block. The sum is over blocks of STEP, too.
+    """A tile of out `[T, N]`: some rows, and the STEP outputs of one block. The sum is over blocks of STEP, too.
 
     down, across: from the scale of one block to that of the next, along N and along the sum.
     """
-    of_row, of_n = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), GROUP)
-    row, n, k = of_row * TILE + tl.arange(0, TILE), of_n * STEP + tl.arange(0, STEP), tl.arange(0, STEP)
-    # What is past the end reads what is not, and is not written: a mask of its own would cost registers.
+    of_row, of_n = tl.swizzle2d(tl.program_id(1), tl.program_id(0), tl.num_programs(1), tl.num_programs(0), _GROUP)
+    row, n, k = of_row * _TILE + tl.arange(0, _TILE), of_n * STEP + tl.arange(0, STEP), tl.arange(0, STEP)
+    # Rows and outputs past the end read those before it, and are not written: a mask would cost registers.
     left = rows + (row % num_rows)[:, None].to(tl.int64) * width + k[None, :]
     right = codes + (n % height)[None, :].to(tl.int64) * width + k[:, None]
-    total = tl.zeros((TILE, STEP), tl.float32)
+    total = tl.zeros((_TILE, STEP), tl.float32)
     for start in range(0, width, STEP):
         inside = k < width - start
         x = tl.load(left + start, mask=inside[None, :], other=0.0)
@@ -67,21 +65,6 @@ def write_blocks(
     """
     (height, width), num_rows = codes.shape, len(rows)
     assert out.is_contiguous(), out.stride()
-    _product[triton.cdiv(height, step), triton.cdiv(num_rows, _TILE)](
-        rows,
-        of_rows,
-        codes,
-        scales,
-        out if bias is None else bias,
-        out,
-        num_rows,
-        height,
-        width,
-        *scales.stride(),
-        STEP=step,
-        TILE=_TILE,
-        GROUP=_GROUP,
-        HAS=bias is not None,
-        num_warps=4,
-        num_stages=3,
-    )
+    grid = triton.cdiv(height, step), triton.cdiv(num_rows, _TILE.value)
+    given = rows, of_rows, codes, scales, out if bias is None else bias, out, num_rows, height, width, *scales.stride()
+    _product_of_blocks[grid](*given, STEP=step, HAS=bias is not None, num_warps=4, num_stages=3)
