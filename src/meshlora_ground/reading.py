@@ -28,7 +28,8 @@ _ABOVE = 4  # folders above the current one where a relative path may have been 
 
 def path_argument(text: str) -> str:
     """The `type=` of a path in argparse: `text` unchanged. Raises: UserError: no file can have this name."""
-    check_path("path", text)
+    if text:  # who reads an option knows best what is to be said of nothing
+        check_path("path", text)
     return text
 
 

@@ -283,6 +283,7 @@ ALLOWED = {
     "plan/families/refused.py:check_family": _OF_MODEL,
     "wings/proved/families.py:check_proved_here": _OF_MODEL,
     "wings/quantized/kinds.py:_check_blocks": _OF_MODEL,
+    "wings/quantized/kinds.py:_check_cuts": _OF_MODEL,
     "wings/stages/cut.py:idle": _NUMBERS,
     "wings/stages/cut.py:with_choices": _OF_MODEL,
     "meshlora_extra/planner/trace.py:trace": _OF_MODEL,

@@ -84,7 +84,7 @@ def test_every_example_is_valid_and_names_the_schema(file: Path) -> None:
         ("train.objective", "dpo"),
         ("train.objective", {"kind": "dpo", "beta": 0.2}),
         ("train.objective", {"kind": "sft", "label_smoothing": 0.1}),
-        ("train.recompute", 2),
+        ("train.recompute", 1),
         ("train.save_every", "epoch/4"),
         ("train.schedule", "constant_with_warmup"),
         ("train.on_spike", {"factor": 3, "then": "note"}),

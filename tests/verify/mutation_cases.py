@@ -673,10 +673,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "float8_weights_off_by_a_power": OWN_WEIGHTS,
             "float8_scale_of_neighbour": ("forward", FIRST_Q, ""),
-            "float8_scale_of_last_call": ("forward", FIRST_Q, ""),
+            "float8_scale_of_last_call": ("forward", FIRST_O, ""),  # the first input has none before it
             "float8_largest_saturates": ("forward", FIRST_Q, ""),
             "float8_with_two_bits_of_mantissa": ("forward", FIRST_Q, ""),
-            "float8_low_rank_path_rounded": ("forward", FIRST_O, ""),
+            "float8_low_rank_path_rounded": ("forward", FIRST_Q, ""),
             "float8_other_scales_in_backward": ("backward", f"{LAST_MLP}.up_proj", ""),
             "float8_gradients_not_rounded": ("backward", f"{LAST_MLP}.up_proj", ""),
         },

@@ -18,6 +18,7 @@ from meshlora.verify.ours import run_config
 from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
+from meshlora_judge.case import Case
 from meshlora_judge.reference import rates_of
 
 TINY = "examples/tiny_base"
@@ -115,9 +116,14 @@ def test_wrong_lora_file_is_refused(
     assert message in capsys.readouterr().err
 
 
+def _with_inputs(request: Request) -> Case:
+    """Its case, with the names of inputs that nobody reads."""
+    return dataclasses.replace(prepare_proof(request).case, model="unused", adapter="unused")
+
+
 @pytest.mark.parametrize("lora", [{"target_modules": ["q_proj"]}, {"r": 2, "lora_alpha": 4, "lora_dropout": 0.9}])
 def test_adapters_at_once_are_made_of_whatever_the_file_has(lora: dict[str, object]) -> None:
-    case = prepare_proof(Request(("tp=2",), family="llama", lora=lora, adapters=12)).case
+    case = _with_inputs(Request(("tp=2",), family="llama", lora=lora, adapters=12))
     made = [run.lora or {} for run in adapters_of(case, Topology(tp=2), 12, Path("unused")).values()]
     assert all(0 <= one["lora_dropout"] < 1 for one in made)
     for option in ("r", "lora_alpha", "lora_dropout"):
@@ -170,7 +176,7 @@ def test_recomputation_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPat
         main(["verify", *FAMILY, *TP2, *words])
     found = [(request.recompute, request.attn_implementation) for request in asked]
     assert found == [(False, "eager"), (True, "eager"), ("offload", "eager"), ("keep_attention", "sdpa")]
-    of_runs = [run_config(prepare_proof(request).case, "tp=2", Path("unused")) for request in asked]
+    of_runs = [run_config(_with_inputs(request), "tp=2", Path("unused")) for request in asked]
     assert [config.train.recompute for config in of_runs] == ["none", "full", "offload", "keep_attention"]
     with pytest.raises(
         UnsupportedError, match=r"keep_attention with attn_implementation=eager.*use model.attn_implementation"
