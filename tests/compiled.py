@@ -28,6 +28,8 @@ from triton.runtime.jit import JITFunction
 
 from meshlora.wings.kernels import loss_kernels, stream_kernels, tail_kernels, tails
 from meshlora.wings.quantized import float8_kernels
+from meshlora.wings.quantized.float8_block_kernels import write_blocks
+from meshlora.wings.quantized.kinds import FLOAT8_BLOCK
 
 SCALE, EPS = 0.7, 1e-5
 WORDS = ("tf32", "div.", "cvt.rn.satfinite.e4m3x2.f32")
@@ -153,6 +155,11 @@ def _of_float8(case: Case) -> Iterator[Callable[[], object]]:
     for dtype in (torch.uint8, case.dtype):
         codes = case.empty(case.inner, case.width, dtype=dtype)
         yield lambda codes=codes: float8_kernels.codes_across(codes, scale)
+    codes, rows = (case.empty(size, case.width, dtype=torch.float8_e4m3fn) for size in (case.inner, case.tokens))
+    out, of_rows = case.empty(case.tokens, case.inner), case.empty(case.tokens, 1, dtype=FP32)
+    down, across = (-(-size // FLOAT8_BLOCK) for size in codes.shape)
+    for scales in (case.empty(down, across, dtype=FP32), case.empty(across, down, dtype=FP32).T):
+        yield lambda scales=scales: write_blocks(out, rows, of_rows, codes, scales, FLOAT8_BLOCK, None)
 
 
 def compiled(case: Case, capability: int) -> list[Compiled]:

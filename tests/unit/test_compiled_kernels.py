@@ -29,7 +29,7 @@ def kernels() -> list[dict[str, Any]]:
 def test_all_of_them_compile(kernels: list[dict[str, Any]]) -> None:
     assert {kernel["name"] for kernel in kernels} == {
         *("_gate_tail", "_gate_tail_back", "_stream_sum", "_stream_back", "_sums", "_gradient"),
-        *("_round_rows", "_across"),
+        *("_round_rows", "_across", "_product_of_blocks"),
     }
 
 
