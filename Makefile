@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-extra test-long test-peers test-versions test-floor test-newest test-slurm test-wheel test-vllm
-.PHONY: test-llama-cpp test-meteor proof proof-slice claims
+.PHONY: test-llama-cpp test-meteor test-kernels proof proof-slice claims
 .PHONY: bench check static lint types house dist dist-judge test-judge docs setup clean
 
 demo: $(READY)
@@ -137,6 +137,15 @@ test-llama-cpp: $(READY) $(LLAMA)/.ready
 $(LLAMA)/.ready:
 	python3 -m venv $(LLAMA)
 	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python
+	touch $@
+
+# Our Triton kernels, interpreted and compiled for GPUs that are not here: 700 MB, once.
+KERNELS := .venv-kernels
+test-kernels: $(READY) $(KERNELS)/.ready
+	PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -q -m liger tests
+
+$(KERNELS)/.ready:
+	$(BIN)/python -m pip install --quiet --no-deps --disable-pip-version-check --target $(KERNELS) triton liger-kernel
 	touch $@
 
 # METEOR against its recorded scores: 100 MB of pycocoevalcap, and Java.
