@@ -103,17 +103,27 @@ def test_replayed_steps_of_a_mixture_are_the_eager_ones(packing: Any, tmp_path: 
         assert replays > records
 
 
-@pytest.mark.parametrize("recompute", ["full", "keep_attention"])
-def test_recomputed_layers_replay(recompute: str, tmp_path: Path, counted: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("recompute", "kernels", "dropout"),
+    [
+        *(("full", "none", 0.1), ("keep_attention", "none", 0.1)),
+        *(pytest.param(recompute, "fused", 0.0, marks=pytest.mark.liger) for recompute in ("none", "keep_attention")),
+    ],
+)
+def test_micro_batches_of_one_length_replay(
+    recompute: str, kernels: str, dropout: float, tmp_path: Path, counted: list[int]
+) -> None:
+    """Recomputed, and with our kernels. The first of a step runs without a record, the second is recorded in the same
+    step: nothing of the graph of the first may be there any more."""
     copy_lines("train", tmp_path / "train.jsonl", 0, 19)
     losses = {}
     for wanted in ("off", "on"):
-        options = {"steps": 12, "batch_size": 7, "micro_batch_size": 2, "cuda_graphs": wanted, "recompute": recompute}
+        options = {"steps": 6, "batch_size": 4, "micro_batch_size": 1, "cuda_graphs": wanted, "recompute": recompute}
         file = write_run_file(
             tmp_path / f"{wanted}.yaml",
-            model={"dtype": "bfloat16"},
-            lora={"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
-            data={"packing": False},
+            model={"dtype": "bfloat16", "kernels": kernels},
+            lora={"r": 4, "target_modules": "all-linear", "lora_dropout": dropout},
+            data={"packing": False, "max_length": 48},
             train=options,
             topology="",
             device="cuda",
