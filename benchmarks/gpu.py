@@ -15,8 +15,9 @@ in bf16, on at most 4,096 tokens a row: each side against PEFT in fp32 on the sa
 that its codes stand for. There ours may be four times as far off as the rounding of PEFT in bf16, as in the judge of
 `meshlora verify`: deep models with random weights amplify rounding, so two right systems may differ from each other by
 more than any fixed limit. Products in float8 round sixteen times as coarsely: with two layers, in bf16, they may be
-FLOAT8_LIMIT off, with all layers their loss may. What of ours differs ends the benchmark; another peer that differs, or
-that does not run here, is left out with its reason.
+FLOAT8_LIMIT off, with all layers their loss may. What of ours differs ends the benchmark; a peer that differs, or that
+does not run here, is left out with its reason, and so are fused kernels, records and products in float8, which no GPU
+has run yet. Of a recorded system the third step on an input, a replay, is compared.
 
 Peak memory of a system is that of the allocator in its own turns, less what only other systems keep.
 """
@@ -67,7 +68,7 @@ from meshlora.layers.frozen import unpacked
 from meshlora.layers.tokens import Share
 from meshlora.loading import load as api
 from meshlora.run.graphs.graphs import Graphs
-from meshlora.run.graphs.recorder import recorder
+from meshlora.run.graphs.recorder import Recorder, recorder
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.batch import Batch
 from meshlora.train.gradsync import finish_gradients_on_device
@@ -113,6 +114,11 @@ class System:
     @property
     def is_ours(self) -> bool:
         return self.kind == "meshlora"
+
+    @property
+    def is_untried(self) -> bool:
+        """No GPU has run it yet: what fails of it is to take no number of another away."""
+        return self.is_recorded or self.kernels == "fused" or self.compute is not None
 
 
 OURS = System("meshlora", "meshlora")
@@ -179,6 +185,7 @@ class Candidate:
         self.system, self.model, self.dtype = system, model.train(), dtype
         # The shared base does not train, and the optimizer's moments do not exist before the first step.
         self.optimizer: torch.optim.Optimizer | None = None
+        self.refused: dict[str, str] = {}  # inputs on which it is not what its name says, and why
 
     def factors(self) -> dict[str, nn.Parameter]:
         """Trainable parameters, by the name that PEFT's files have."""
@@ -223,15 +230,15 @@ class Meshlora(Candidate):
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, inputs: Inputs) -> Tensor:
-        loss = self.summed_gradients(inputs.ours)
+        loss = self.summed_gradients(inputs)
         totals = finish_gradients_on_device(
             runtime(self.model).mesh, [active_factors(self.model)], [inputs.num_trained]
         )
         return loss / totals[0]
 
-    def summed_gradients(self, batch: Batch) -> Tensor:
+    def summed_gradients(self, inputs: Inputs) -> Tensor:
         """Leave the gradient of the summed loss on the factors; returns that loss."""
-        loss = self.summed(batch)
+        loss = self.summed(inputs.ours)
         loss.backward()
         return loss.detach()
 
@@ -242,31 +249,41 @@ class Meshlora(Candidate):
 
 
 class Recorded(Meshlora):
-    """The same with `train.cuda_graphs`: the second step on an input records it, and the first replay is compared."""
+    """The same with `train.cuda_graphs`: the second step on an input records it, and the first replay is compared.
+
+    Each input has `Graphs` of its own, so that one which cannot be recorded ends no other. Their memory is shared.
+    """
 
     def __init__(self, system: System, model: Any, dtype: torch.dtype) -> None:
         super().__init__(system, model, dtype)
-        self.graphs = Graphs(
-            model,
-            active_factors(model),
-            recorder() or Again(),
+        self.forget()
+
+    def forget(self) -> None:
+        """Give back all records, and their memory."""
+        self.graphs: dict[str, Graphs] = {}
+        self.recorder: Recorder = recorder() or Again()
+
+    def summed_gradients(self, inputs: Inputs) -> Tensor:
+        if inputs.name in self.refused:
+            return super().summed_gradients(inputs)
+        graphs = self.graphs[inputs.name] = self.graphs.get(inputs.name) or self._graphs(inputs.name)
+        graphs.begin()
+        takes = graphs.takes(inputs.ours)
+        loss = graphs.run(inputs.ours) if takes else super().summed_gradients(inputs)
+        graphs.end()
+        return loss
+
+    def _graphs(self, name: str) -> Graphs:
+        return Graphs(
+            self.model,
+            active_factors(self.model),
+            self.recorder,
             label_smoothing=0.0,
             masks=lambda _: contextlib.nullcontext(),
             share=lambda batch: Share(None, batch.tokens),
             eager=self.summed,
-            say=self._refuse,
+            say=lambda why: self.refused.update({name: why.rpartition("from now on: ")[2]}),
         )
-
-    def summed_gradients(self, batch: Batch) -> Tensor:
-        self.graphs.begin()
-        takes = self.graphs.takes(batch)
-        loss = self.graphs.run(batch) if takes else super().summed_gradients(batch)
-        self.graphs.end()
-        return loss
-
-    def _refuse(self, why: str) -> None:
-        """It would go on without records, under a name that says otherwise."""
-        raise UserError(self.system.name, why.rpartition("from now on: ")[2], "leave it out")
 
 
 class Again:
@@ -402,7 +419,9 @@ class Bench:
             copied = [name for name, p in model.named_parameters() if not p.requires_grad and _address(p) not in shared]
             assert own_base, "no frozen base"
             assert not copied, copied
-        return (Recorded if system.is_recorded else Meshlora)(system, model, self.dtype)
+        # In float32 the host reads sizes of experts, and nothing takes joined rows at once: there is no record.
+        is_recorded = system.is_recorded and self.dtype == torch.bfloat16
+        return (Recorded if is_recorded else Meshlora)(system, model, self.dtype)
 
     def _make_qlora(self, system: System) -> Candidate:
         """As in PEFT's guide: read by transformers in 4 bits, prepared, then the adapter."""
@@ -440,14 +459,15 @@ class Bench:
     def _attempt(self, system: System, work: Callable[..., Any], *args: Any) -> list[Any]:
         """What `work(*args)` returns, alone in a list; empty if it failed and left `system` out.
 
-        What we cannot do is an error, unless we refuse it in words, as kernels that are not installed; so is what the
-        reference cannot, unless it is out of memory.
+        What we cannot do is an error, unless we refuse it in words, as kernels that are not installed, or no GPU has
+        run it yet; so is what the reference cannot, unless it is out of memory.
         """
         try:
             return [work(*args)]
         except Exception as error:  # a peer fails in ways of its own
             allowed = UserError if system.is_ours and system is not OURS else torch.OutOfMemoryError
-            if system is OURS or ((system.is_ours or system is PEER) and not isinstance(error, allowed)):
+            is_strict = (system.is_ours and not system.is_untried) or system is PEER
+            if system is OURS or (is_strict and not isinstance(error, allowed)):
                 raise
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160]}"
         self.left_out[system.name] = reason
@@ -537,15 +557,19 @@ class Bench:
 
     def _first_gradients(self, candidate: Candidate, inputs: Inputs) -> Found:
         """The loss, and every gradient under our names and in our shapes."""
-        for parameter in candidate.factors().values():
-            parameter.grad = None
-        loss = float(candidate.gradients(inputs))
+        for _ in range(3 if isinstance(candidate, Recorded) else 1):  # the third is replayed
+            for parameter in candidate.factors().values():
+                parameter.grad = None
+            loss = float(candidate.gradients(inputs))
         gradients = {}
         for name, parameter in candidate.factors().items():
             assert parameter.grad is not None, name
             own, gradient = (name, parameter.grad) if candidate.system.is_ours else self._as_ours(name, parameter.grad)
             gradients[own] = gradient.float().clone()
             parameter.grad = None
+        if isinstance(candidate, Recorded):
+            candidate.forget()  # rows that are timed may be longer, and only their records count as memory
+            self.machine.collect()
         return loss, gradients
 
     def _as_ours(self, name: str, gradient: Tensor) -> tuple[str, Tensor]:
@@ -574,7 +598,9 @@ class Bench:
         for inputs in batches:
             for _ in range(min(2, self.shape.steps)):
                 candidate.step(inputs)
-        self.recorded[candidate.system.name] = self.machine.recorded_bytes() - before
+        name = candidate.system.name
+        self.recorded[name] = self.machine.recorded_bytes() - before
+        self.left_out |= {f"{name}, {where}": why for where, why in candidate.refused.items()}
         assert candidate.optimizer is not None
         candidate.optimizer.zero_grad(set_to_none=True)
         held = [*candidate.model.parameters(), *candidate.model.buffers()]
@@ -582,8 +608,8 @@ class Bench:
         held += [state.absmax for state in states]
         held += [t for state in candidate.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         if isinstance(candidate, Recorded):
-            held += [t for t in vars(candidate.graphs).values() if isinstance(t, Tensor)]
-        self.kept[candidate.system.name] = _storages(held)
+            held += [t for one in candidate.graphs.values() for t in vars(one).values() if isinstance(t, Tensor)]
+        self.kept[name] = _storages(held)
 
     def measure(self, batches: list[Inputs], turns: Iterable[int]) -> dict[str, dict[str, list[dict[str, float]]]]:
         """By input and system, of each turn: `step_time_s`, the median, and `peak_bytes`. Systems take turns."""
@@ -593,9 +619,10 @@ class Bench:
         for turn in turns:
             for inputs in batches:
                 for name, candidate in list(self.candidates.items()):
-                    found[inputs.name][name] += self._attempt(candidate.system, self._turn, candidate, inputs)
+                    if inputs.name not in candidate.refused:
+                        found[inputs.name][name] += self._attempt(candidate.system, self._turn, candidate, inputs)
             print(f"{self.shape.name}: turn {turn + 1}", file=sys.stderr, flush=True)
-        return {given: {name: by[name] for name in self.candidates} for given, by in found.items()}
+        return {given: {name: by[name] for name in self.candidates if by[name]} for given, by in found.items()}
 
     def _turn(self, candidate: Candidate, inputs: Inputs) -> dict[str, float]:
         if self.shape.steps > 1:  # of a long row the one of the warm-up is enough
@@ -621,6 +648,7 @@ class Bench:
         return {
             name: kernels_of(functools.partial(candidate.step, inputs), self.machine).as_dict()
             for name, candidate in self.candidates.items()
+            if inputs.name not in candidate.refused
         }
 
 

@@ -186,7 +186,7 @@ class Inputs:
     labels: Tensor
     shifted: Tensor  # labels[b, t + 1]
     position_ids: Tensor | None
-    ours: Batch  # the same as meshlora's trainer has it: all sequences in one row, counted on the host
+    ours: Batch  # the same as meshlora's trainer has it: packed sequences all in one row, counted on the host
 
     @property
     def num_tokens(self) -> int:
@@ -217,12 +217,14 @@ def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
 
 
 def _joined(ids: Tensor, lengths: list[int]) -> Batch:
-    """All sequences of these rows in one."""
+    """All sequences of these rows in one; of one sequence each, the rows."""
     sequences = [
         Sequence(part.numpy().astype(np.int32), np.ones(len(part), dtype=bool))
         for row in ids
         for part in row.split(lengths)
     ]
+    if len(lengths) == 1:
+        return collate(sequences, pad_token_id=0)
     batch = collate([joined(sequences)], pad_token_id=0)
     return with_positions(batch, [[len(s.input_ids) for s in sequences]], [range(len(sequences))])
 
