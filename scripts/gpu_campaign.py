@@ -180,6 +180,8 @@ class Campaign:
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": path, "HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
         env["PYTHONUSERBASE"] = site.getuserbase()  # packages may be in the home of who started this
+        # Of all steps, and of the next campaign: each kernel is compiled once.
+        env["TRITON_CACHE_DIR"] = str(self.setting.folder.parent / "triton")
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
         (folder / "home").mkdir()
         with (folder / "log").open("w") as log:

@@ -1,7 +1,7 @@
 """Results of `scripts/prove_on_gpu.py`: the file, its page, and what other pages and the planner say of it.
 
-Owns: the form of `benchmarks/results/gpu_<card>_<yyyymm>.json`, merging a second run into it, tables. Does not own:
-what is run, and how (`prove_on_gpu.py`).
+Owns: the form of `benchmarks/results/gpu_<card>_<yyyymm>.json`, merging a second run into it, tables, what is asked of
+a card. Does not own: what is run, and how (`prove_on_gpu.py`).
 """
 
 from __future__ import annotations
@@ -23,73 +23,100 @@ from meshlora_ground.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- written by scripts/prove_on_gpu.py --write-docs -->\n\n", "\n\n<!-- end -->"
+RECORDED, RECORDED_FLOAT8 = "meshlora + fused, recorded", "meshlora + fused, fp8, recorded"
+FLOAT8, LIGER = "meshlora + liger, fp8", "PEFT + liger-kernel"
 # (part, what it is, ours, a peer), the order of the page; README has those with a star.
 COMPARISONS = (
     ("8b", "Llama 8B, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
-    ("8b", "Llama 8B, kernels of liger-kernel on both sides*", "meshlora + liger", "PEFT + liger-kernel"),
-    (
-        "8b-fp8",
-        "Llama 8B, products in float8, liger-kernel on both sides*",
-        "meshlora + liger, fp8",
-        "PEFT + liger-kernel",
-    ),
+    ("8b", "Llama 8B, kernels of liger-kernel on both sides*", "meshlora + liger", LIGER),
+    ("8b-fp8", "Llama 8B, products in float8, liger-kernel on both sides*", FLOAT8, LIGER),
     (
         "8b-fp8",
         "Llama 8B, those of the backward in float8, liger-kernel on both sides",
         "meshlora + liger, fp8_backward",
-        "PEFT + liger-kernel",
+        LIGER,
     ),
-    (
-        "8b-fused",
-        "Llama 8B, fused kernels as CUDA graphs, against PEFT + liger-kernel*",
-        "meshlora + fused, recorded",
-        "PEFT + liger-kernel",
-    ),
-    (
-        "8b-fused",
-        "Llama 8B, fused kernels as CUDA graphs, products in float8, against PEFT + liger-kernel*",
-        "meshlora + fused, fp8, recorded",
-        "PEFT + liger-kernel",
-    ),
-    ("8b-8k", "Llama 8B, 8,192 tokens a row, liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
+    ("8b", "Llama 8B, fused kernels as CUDA graphs, against PEFT + liger-kernel*", RECORDED, LIGER),
+    ("8b-fp8", "Llama 8B, fused kernels as CUDA graphs, products in float8*", RECORDED_FLOAT8, LIGER),
     (
         "8b-8k",
-        "Llama 8B, 8,192 tokens a row, products in float8, liger-kernel on both sides",
-        "meshlora + liger, fp8",
-        "PEFT + liger-kernel",
+        "Llama 8B, 8,192 tokens a row, fused kernels as CUDA graphs, against PEFT + liger-kernel",
+        RECORDED,
+        LIGER,
     ),
+    ("8b-8k", "Llama 8B, 8,192 tokens a row, the same with products in float8", RECORDED_FLOAT8, LIGER),
     ("1b", "Llama 1B, 4 rows, against PEFT + SDPA", "meshlora", "PEFT + SDPA"),
-    ("1b", "Llama 1B, 4 rows, kernels of liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
+    ("1b", "Llama 1B, 4 rows, kernels of liger-kernel on both sides", "meshlora + liger", LIGER),
+    ("1b", "Llama 1B, 4 rows, fused kernels as CUDA graphs, against PEFT + liger-kernel", RECORDED, LIGER),
     ("moe", "Qwen3-MoE, 12 layers of 128 experts, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
-    (
-        "1b-fused",
-        "Llama 1B, 4 rows, fused kernels as CUDA graphs, against PEFT + liger-kernel",
-        "meshlora + fused, recorded",
-        "PEFT + liger-kernel",
-    ),
-    (
-        "moe-fused",
-        "Qwen3-MoE, fused kernels as CUDA graphs, against PEFT + SDPA",
-        "meshlora + fused, recorded",
-        "PEFT + SDPA",
-    ),
-    ("32k", "Llama 8B, a row of 32,768, all recomputed, liger-kernel", "meshlora + liger", "PEFT + liger-kernel"),
+    ("moe", "Qwen3-MoE, fused kernels as CUDA graphs, against PEFT + SDPA*", RECORDED, "PEFT + SDPA"),
+    ("32k", "Llama 8B, a row of 32,768, all recomputed, liger-kernel", "meshlora + liger", LIGER),
     (
         "32k",
         "Llama 8B, a row of 32,768, attention kept, liger-kernel",
         "meshlora + liger, keep_attention",
-        "PEFT + liger-kernel",
+        LIGER,
     ),
     (
         "32k",
         "Llama 8B, a row of 32,768, inputs of layers on the host, liger-kernel",
         "meshlora + liger, offload",
-        "PEFT + liger-kernel",
+        LIGER,
     ),
     ("quantized", "8 layers of Llama 8B in nf4, against PEFT QLoRA", "meshlora, nf4", "PEFT QLoRA, nf4"),
     ("quantized", "8 layers of Llama 8B in fp8, against PEFT + SDPA in bf16", "meshlora, fp8", "PEFT + SDPA"),
     ("quantized", "8 layers of Llama 8B in mxfp4, against PEFT + SDPA in bf16", "meshlora, mxfp4", "PEFT + SDPA"),
 )
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What is asked of the best of `ours` in the best of `parts`.
+
+    Attributes:
+        row: of a benchmark, after its shape. peer: what `asked` is a ratio to; None: it is of the value itself.
+        is_most: at most `asked`, not at least. card: of which alone it is asked.
+    """
+
+    what: str
+    parts: tuple[str, ...]
+    asked: float
+    ours: tuple[str, ...]
+    row: str = "one sequence"
+    peer: str | None = LIGER
+    is_most: bool = False
+    card: str = ""
+
+
+_BF16 = (RECORDED, "meshlora + fused", "meshlora + liger", "meshlora")
+_FP8 = (RECORDED_FLOAT8, FLOAT8)
+_BUSY: dict[str, Any] = {"row": "one sequence, a step", "peer": "GPU busy", "is_most": True}
+_PEAK: dict[str, Any] = {"row": "one sequence, peak memory", "peer": None, "is_most": True, "card": "H200"}
+BOUNDS = (
+    Bound("8B in bf16, of PEFT + liger-kernel", ("8b", "8b-8k"), 1.35, _BF16),
+    Bound("8B with products in float8, of PEFT + liger-kernel", ("8b-fp8", "8b-8k"), 1.6, _FP8),
+    Bound("8B with products in float8, tokens/s", ("8b-fp8", "8b-8k"), 19_000, _FP8, peer=None, card="H100"),
+    Bound("8B with products in float8, tokens/s", ("8b-fp8", "8b-8k"), 20_500, _FP8, peer=None, card="H200"),
+    Bound("8B, packed rows, of PEFT + liger-kernel", ("8b", "8b-8k"), 1.6, _BF16, "packed"),
+    Bound("1B, of PEFT + liger-kernel", ("1b",), 1.3, _BF16),
+    Bound("1B, packed rows, of PEFT + liger-kernel", ("1b",), 1.7, _BF16, "packed"),
+    Bound("the mixture, of PEFT + SDPA", ("moe",), 1.8, _BF16, peer="PEFT + SDPA"),
+    Bound(
+        "a row of 32,768, of PEFT + liger-kernel",
+        ("32k",),
+        1.2,
+        ("meshlora + liger", "meshlora + liger, keep_attention", "meshlora + liger, offload"),
+    ),
+    Bound("a step of 8B, of the GPU's busy time", ("8b",), 1.06, (RECORDED,), **_BUSY),
+    Bound("a step of 8B in float8, of the GPU's busy time", ("8b-fp8",), 1.06, (RECORDED_FLOAT8,), **_BUSY),
+    Bound("a step of 1B, of the GPU's busy time", ("1b",), 1.06, (RECORDED,), **_BUSY),
+    Bound("a step of the mixture, of the GPU's busy time", ("moe",), 1.06, (RECORDED,), **_BUSY),
+    # What the best of ours took in November 2026, before there were records, which have memory of their own.
+    Bound("peak memory of 8B, GiB", ("8b",), 29.5, (RECORDED,), **_PEAK),
+    Bound("peak memory of 1B, GiB", ("1b",), 17.7, (RECORDED,), **_PEAK),
+    Bound("peak memory of the mixture, GiB", ("moe",), 21.0, (RECORDED,), **_PEAK),
+)
+OF_BOUNDS = frozenset(part for bound in BOUNDS for part in bound.parts)
 Status = Literal["ok", "failed", "timed out", "not run"]
 
 
@@ -210,6 +237,35 @@ def rows_of(document: Mapping[str, Any], part: str) -> list[table.Row]:
     return [row for data in found for row in table.rows_of(data)]
 
 
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+def answers(document: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(what, asked, found, yes or no) of each bound of this card; no too where it was not measured, with the reason."""
+    return [_answer(document, bound) for bound in BOUNDS if bound.card in document["card"]]
+
+
+def _answer(document: Mapping[str, Any], bound: Bound) -> tuple[str, str, str, str]:
+    asked = f"{'≤' if bound.is_most else '≥'} {bound.asked:,g}"
+    found = dict[str, float]()  # words -> value
+    for part in bound.parts:
+        for row in rows_of(document, part):
+            is_there = row.ours_name in bound.ours and bound.peer in (None, row.peer_name)
+            if is_there and row.what.partition(", ")[2] == bound.row:
+                value = row.ours if bound.peer is None else row.ratio
+                found[f"{table.number(value)}, {row.ours_name}, {part}"] = value
+    if not found:
+        inputs = bound.row.partition(",")[0]
+        named = tuple(f"{name}{on} is left out" for name in (*bound.ours, bound.peer) for on in ("", f", {inputs}"))
+        lines = [line for line in lines_of(document) if line.part in bound.parts]
+        # A step that has failed or found no time says so in all of its words.
+        why = [text for line in lines for text in line.found.splitlines() if text.startswith(named) or not line.data]
+        return bound.what, asked, "; ".join(["not measured", *why])[:300], "no"
+    best = (min if bound.is_most else max)(found, key=lambda words: found[words])
+    is_met = found[best] <= bound.asked if bound.is_most else found[best] >= bound.asked
+    return bound.what, asked, best, "yes" if is_met else "no"
+
+
 # --- pages ----------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +278,9 @@ def page(document: Mapping[str, Any]) -> str:
     if seen := document.get("measured"):
         shown = (seen["bf16_flops"] / 1e12, seen["copy_bytes_s"] / 1e12, seen["launch_s"] * 1e6)
         lines += ["", "Most: {:.0f} TFLOP/s in bf16, {:.2f} TB/s copied, {:.1f} µs a launch.".format(*shown)]
+    if document["parts"].keys() & OF_BOUNDS:
+        lines += ["", "| asked of the card | bound | found | met |", "|---|---|---|---|"]
+        lines += [f"| {' | '.join(map(_one_cell, answer))} |" for answer in answers(document)]
     lines += ["", "| part | step | result | seconds | found |", "|---|---|---|---|---|"]
     for line in lines_of(document):
         found = "<br>".join(_one_cell(text) for text in line.found.splitlines())

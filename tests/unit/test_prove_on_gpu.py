@@ -145,6 +145,11 @@ def test_a_step_that_finds_no_time_is_a_fault_and_says_so(tmp_path: Path) -> Non
     assert timed.found == "no time left of 29 s", "a benchmark that would be ended before its first number"
 
 
+def test_steps_share_the_kernels_that_triton_has_compiled(tmp_path: Path) -> None:
+    step = _step("import os; print(os.environ['TRITON_CACHE_DIR'])", read=script.read_last)
+    assert len({line.found for line in _run(tmp_path, {"a": _part(step), "b": _part(step)}).values()}) == 1
+
+
 def test_limits_fit_into_eight_minutes() -> None:
     assert script.gpu_campaign.TOTAL_S <= 480
     assert all(part.limit_s < script.gpu_campaign.TOTAL_S / 2 for part in script.PARTS.values())
@@ -452,3 +457,50 @@ def test_pages_are_not_written_without_speeds(tmp_path: Path, capsys: pytest.Cap
     assert "it has no speeds" in capsys.readouterr().err
     assert script.main(["--write-docs", str(tmp_path / "none.json")]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+def test_each_bound_is_answered_by_the_best_of_ours_or_by_why_it_is_not_measured(tmp_path: Path) -> None:
+    peer, plain = "PEFT + liger-kernel", "meshlora + liger"
+    eight = _speeds(
+        "8b",
+        _row(plain, peer, "8b, one sequence", 1.2, 15_000.0),
+        _row(results.RECORDED, peer, "8b, one sequence", 1.4, 17_000.0),
+        _row(results.RECORDED_FLOAT8, peer, "8b, one sequence", 9.0, 99_000.0),
+        _row(results.RECORDED, peer, "8b, one sequence, peak memory", 0.9, 40.0),
+        _row(plain, peer, "8b, one sequence, peak memory", 0.8, 29.0),
+    )
+    names = {"unit": "ms", "ours_name": results.RECORDED, "peer_name": "GPU busy"}
+    step = script.table.smaller("8b, one sequence, a step", [110.0], [100.0], **names)
+    eight.data["rows"].append(dataclasses.asdict(step))
+    float8 = _speeds("8b-fp8", _row(results.FLOAT8, peer, "8b, one sequence", 1.7, 20_000.0))
+    why = f"{results.RECORDED} is left out: NotHere: the cause"
+    found = f"{why}\nPEFT + liger-kernel is left out: NotHere: nobody asks for it"
+    moe = results.Line("moe", "benchmarks/gpu.py", "ok", 1.0, found, {"rows": []})
+    late = results.Line("32k", "benchmarks/gpu.py", "not run", 0.0, "no time left of 560 s")
+    path = _file(tmp_path, eight, float8, moe, late)
+    document = json.loads(path.read_text())
+    answers = {what: (found, met) for what, _, found, met in results.answers(document)}
+    assert answers["8B in bf16, of PEFT + liger-kernel"] == (f"1.40, {results.RECORDED}, 8b", "yes")
+    assert answers["8B with products in float8, of PEFT + liger-kernel"][1] == "yes"
+    assert answers["8B with products in float8, tokens/s"] == (f"20,000, {results.FLOAT8}, 8b-fp8", "yes")
+    assert answers["a step of 8B, of the GPU's busy time"] == (f"1.10, {results.RECORDED}, 8b", "no")
+    assert answers["1B, of PEFT + liger-kernel"] == ("not measured", "no")
+    assert answers["the mixture, of PEFT + SDPA"] == (f"not measured; {why}", "no")
+    assert answers["a row of 32,768, of PEFT + liger-kernel"] == ("not measured; no time left of 560 s", "no")
+    assert not [what for what in answers if "peak" in what], "asked of another card"
+    of_h200 = {what: (found, met) for what, _, found, met in results.answers(document | {"card": "NVIDIA H200"})}
+    assert of_h200["8B with products in float8, tokens/s"][1] == "no"
+    assert of_h200["peak memory of 8B, GiB"] == (f"40.0, {results.RECORDED}, 8b", "no")
+    assert "| 1B, of PEFT + liger-kernel | ≥ 1.3 | not measured | no |" in path.with_suffix(".md").read_text()
+
+
+def test_every_bound_is_of_systems_that_its_parts_measure() -> None:
+    for bound in results.BOUNDS:
+        for part in bound.parts:
+            (step,) = script.PARTS[part].steps(script.Setting(Path("logs"), is_tiny=False))
+            systems = {word for flag, word in itertools.pairwise(step.argv) if flag == "--system"}
+            assert systems & {*bound.ours}, (bound, part)
+            assert bound.peer in {*systems, None} or (bound.peer == "GPU busy" and "--kernels" in step.argv), bound
