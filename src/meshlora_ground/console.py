@@ -16,7 +16,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from meshlora_ground.errors import MeshloraError, printable
+from meshlora_ground.errors import MeshloraError, printable, reason
 
 # Columns. A terminal whose size nobody has set has 0 of them, as has COLUMNS=0.
 _NARROWEST, _USUAL = 20, 80
@@ -39,7 +39,9 @@ class Console(rich.console.Console):
         try:
             super().print(*objects, **options)
         except OSError as error:
-            raise MeshloraError(f"the output of this command could not be written ({error.strerror})") from None
+            raise MeshloraError(
+                f"the output of this command could not be written ({error.strerror or reason(error)})"
+            ) from None
 
     def say(self, text: str, *, style: str | None = None) -> None:
         """Print `text`, of one or more lines, without wrapping, so that paths can be copied."""

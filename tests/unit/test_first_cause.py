@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from meshlora.cli import job
 from meshlora.run import launch as module
 from meshlora.run.edge import LOST_CONTACT
 from meshlora.run.launch import _first_cause, _Rank, launch
-from meshlora_ground.errors import RankFailedError
+from meshlora_ground.console import Console
+from meshlora_ground.errors import MeshloraError, RankFailedError
 
 
 def _ended(number: int, *, code: int, at: float, failed: str | None = None) -> _Rank:
@@ -60,3 +66,34 @@ def test_rank_that_does_not_end_after_rank_0_is_ended(monkeypatch: pytest.Monkey
     with pytest.raises(RankFailedError, match=r"rank 1 had not ended 0.5 s after rank 0, which ended well"):
         launch([], nproc=2, on_gpus=False, timeout_s=0.5)
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("resume", "age_s", "words"),
+    [(None, 0, "step-2"), (None, 100, ""), ("auto", 100, "step-2"), ("auto", -1, "")],
+    ids=["of this run", "of the run that it replaces", "of the run that goes on", "the terminal takes no more"],
+)
+def test_what_is_saved_is_named_beside_the_cause(
+    resume: str | None,
+    age_s: float,
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tmp_path / "step-2"
+    folder.mkdir()
+    monkeypatch.setattr(job, "find_checkpoint", lambda *_: SimpleNamespace(folder=folder))
+    if age_s < 0:
+        monkeypatch.setattr(Console, "say", _full)
+    found: Any = SimpleNamespace(runs={"": SimpleNamespace(config=SimpleNamespace(train=SimpleNamespace(output="x")))})
+    asked = job.Job("meshlora train run.yaml", "run.yaml", resume=resume)
+    os.utime(folder, (time.time() + 1 - age_s,) * 2)
+    with pytest.raises(RankFailedError, match="the cause"), asked._saying_what_is_saved(found):
+        raise RankFailedError("the cause")
+    said = capsys.readouterr().out
+    assert (words in said) if words else not said
+
+
+def _full(*_: Any, **__: Any) -> None:
+    raise MeshloraError("no space")

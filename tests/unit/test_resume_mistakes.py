@@ -108,15 +108,15 @@ def test_what_is_there_of_another_run_is_refused_by_name(
 
 
 def test_all_that_differs_is_said_at_once() -> None:
-    """But for the hash of data, which other values have made another."""
+    """But for the hash of data, which other values may have made another; all are named as what to leave out."""
     there = {"data": "sha256:0", "lora": "r 4", "steps": "9", "tokenizer": "sha256:1", "train.lr": "1e-3"}
     here = {"data": "sha256:2", "lora": "r 8", "steps": "5", "tokenizer": "sha256:3", "train.lr": "2e-3"}
     with pytest.raises(UserError) as said:
         check_same("step-3", there, here, despite=["steps"], way_out="start a new run")
     assert str(said.value) == (
         "--resume: step-3: it is of a run with other lora: r 4 there, r 8 here, and other tokenizer, and other "
-        "train.lr: 1e-3 there, 2e-3 here; go on all the same with --resume-despite lora --resume-despite tokenizer "
-        "--resume-despite train.lr, or start a new run"
+        "train.lr: 1e-3 there, 2e-3 here; go on all the same with --resume-despite data --resume-despite lora "
+        "--resume-despite tokenizer --resume-despite train.lr, or start a new run"
     )
     with pytest.raises(UserError, match="--resume-despite data, or"):
         check_same("step-3", there, there | {"data": "sha256:2"}, despite=[], way_out="start a new run")

@@ -49,8 +49,16 @@ def test_start_is_that_of_peft_on_every_mesh(request_: dict[str, Any], prove: Pr
 
 
 @pytest.mark.long
-def test_orthogonal_start_is_proved(prove: Prove) -> None:
-    outcomes = prove(family="llama", topologies=("tp=2,sp",), steps=2, lora=_ALL | {"init_lora_weights": "orthogonal"})
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"init_lora_weights": "orthogonal"},
+        {"init_lora_weights": "orthogonal", "use_dora": True},  # what it multiplies to is 0 in float32
+        {"init_lora_weights": False, "use_dora": True},
+    ],
+)
+def test_start_that_looks_at_no_data_is_proved(lora: dict[str, Any], prove: Prove) -> None:
+    outcomes = prove(family="llama", topologies=("tp=2,sp",), steps=2, lora=_ALL | lora)
     assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,16 @@ def add(commands: Any) -> None:
     check.set_defaults(run=_check)
 
 
+def _ranks_here(configs: Mapping[str, Any], ranks_per_gpu: int) -> int:
+    """How many ranks share the GPUs of this machine."""
+    import torch
+
+    from meshlora_ground.topology import Topology
+
+    world = Topology.parse(next(iter(configs.values())).topology).world
+    return min(world, max(1, torch.cuda.device_count()) * ranks_per_gpu)
+
+
 def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.comm.groups import on_gpus
@@ -33,7 +43,6 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.run.together import prepare_runs
     from meshlora.verify.preflight import preflight, preflight_state
     from meshlora_ground.console import Console
-    from meshlora_ground.topology import Topology
 
     arguments.check_json(options)
     shares = options.ranks_per_gpu
@@ -41,9 +50,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError(f"--ranks-per-gpu {shares}", "it has no effect without --prove", "give both")
     with all_at_once(options.file, options.overrides):
         configs = read_runs(options.file, options.overrides)
-        # Ranks that share GPUs are all of this machine.
-        world = None if shares == 1 else Topology.parse(next(iter(configs.values())).topology).world
-        runs = prepare_runs(configs, world=world)
+        runs = prepare_runs(configs, world=None if shares == 1 else _ranks_here(configs, shares))
     if shares != 1:
         config = next(iter(runs.values())).config
         on_gpus(config.device, num_ranks=1, ranks_per_gpu=shares)

@@ -7,6 +7,7 @@ Owns: its order: look, hold, prove, train. Does not own: arguments (`cli.train`)
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from meshlora.run.watch.metrics import last_values
 from meshlora.verify.pool import stop_forking
 from meshlora.verify.preflight import preflight, proof_words
 from meshlora_ground.console import Console
-from meshlora_ground.errors import RankFailedError, UserError
+from meshlora_ground.errors import MeshloraError, RankFailedError, UserError
 
 
 @dataclass(frozen=True)
@@ -206,17 +207,22 @@ class Job:
     @contextlib.contextmanager
     def _saying_what_is_saved(self, found: Found) -> Iterator[None]:
         """Where the ranks fail in the block, say how to go on from what the runs have saved, if it is whole."""
+        began = time.time()
         try:
             yield
         except RankFailedError as error:
-            if error.exit_code == UserError.exit_code:
-                raise
-            outputs = [Path(run.config.train.output) for run in found.runs.values()]
-            saved = [find_checkpoint(output, "auto", lambda _: None) for output in outputs]
-            folders = ", ".join(f"{one.folder}" for one in saved if one is not None)
-            if folders:
-                Console().say(f"saved in {folders}. Go on with:\n{edge.how_to_go_on(self.words)}")
+            if error.exit_code != UserError.exit_code:
+                with contextlib.suppress(MeshloraError, OSError):  # what failed is still to be said
+                    self._say_what_is_saved(found, since=began if self.resume is None else 0.0)
             raise
+
+    def _say_what_is_saved(self, found: Found, *, since: float) -> None:
+        """since: seconds of the epoch; what is older is of a run that this one was to replace."""
+        outputs = [Path(run.config.train.output) for run in found.runs.values()]
+        saved = [find_checkpoint(output, "auto", lambda _: None) for output in outputs]
+        folders = [f"{one.folder}" for one in saved if one is not None and one.folder.stat().st_mtime >= since]
+        if folders:
+            Console().say(f"saved in {', '.join(folders)}. Go on with:\n{edge.how_to_go_on(self.words)}")
 
     def _train(self, found: Found, watch: Watch | None, planned: Any) -> bool:
         """Train as one rank of a launcher, or alone."""

@@ -43,7 +43,7 @@ class StepPart:
         """After the forward of the only micro-batch of a step."""
 
     def term(self, batch: Batch) -> Tensor | None:
-        """What the micro-batch just run adds to its loss, summed over tokens; None: nothing."""
+        """What the micro-batch just run adds to its loss, summed over what the objective counts; None: nothing."""
         return None
 
     def finish(self) -> float | None:

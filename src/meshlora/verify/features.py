@@ -143,8 +143,10 @@ class _Run:
     @property
     def has_loss_chunks(self) -> bool:
         """Whether kernels compute the loss of each chunk from the logits of the head."""
-        changes = "final_logit_softcapping", "logits_scaling", "logit_scale", "unpadded_vocab_size"
-        if self.case.kernels != "fused" or any(getattr(self.config.get_text_config(), name, None) for name in changes):
+        changed = "final_logit_softcapping logits_scaling logit_scale unpadded_vocab_size lm_head_multiplier "
+        changed += "output_logit_soft_cap logits_soft_cap"
+        text = self.config.get_text_config()
+        if self.case.kernels != "fused" or any(getattr(text, name, None) for name in changed.split()):
             return False
         return isinstance(self.objective, Sft) and self.objective.is_summed and not self.objective.label_smoothing
 

@@ -28,7 +28,7 @@ from meshlora_extra.planner.memory import Peak, Prologue, States, StepMemory, pe
 from meshlora_extra.planner.pipeline import PartOfModel, parts_of, shown_micro_batches, time_of_all, turns_of
 from meshlora_extra.planner.problem import Problem, Recompute
 from meshlora_extra.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
-from meshlora_ground.errors import UnsupportedError, UserError, reason
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.topology import (
     DATA,
@@ -164,6 +164,7 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     """
     found: list[Prediction] = []
     left_out: list[tuple[str, str]] = []
+    errors: list[UserError] = []
     traces: Traces = {}
 
     def look_at(topology: Topology) -> None:
@@ -172,6 +173,7 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
         except UserError as error:
             if len(topologies) == 1:
                 raise
+            errors.append(error)
             left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
 
     def look_through(every: Sequence[Topology]) -> None:
@@ -204,6 +206,8 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
                 if not any(prediction.fits for prediction in found):
                     look_through([t for t in every if problem.gpu.crosses_nodes(t.tp) == crosses])
     if not found:
+        if len({error.rule for error in errors}) == 1:  # it is none of the number of GPUs
+            raise errors[0]
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
     return Choice(tuple(_ranked(found)), tuple(left_out))
@@ -331,7 +335,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
         of = functools.partial(trace, small, tokens=tokens, device=problem.gpu.device, optimizer=problem.optimizer)
         try:
             traces[alike] = of(rows=1), of(rows=2)
-        except UserError:
+        except MeshloraError:
             raise
         except Exception as error:  # code of a model, which may ask for what tensors without content have not
             rule = f"its step cannot be followed on tensors without content ({reason(error)})"

@@ -167,12 +167,12 @@ def check_same(
         if name not in names:
             raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
     changed = [name for name in sorted(names - {*despite}) if there.get(name, "none") != here.get(name, "none")]
-    if len(changed) > 1 and DATA in changed:  # its hash says less than what made it another
-        changed.remove(DATA)
     if not changed:
         return
     said = []
     for name in changed:
+        if name == DATA and len(changed) > 1:  # its hash says less than what made it another
+            continue
         one, other = there.get(name, "none"), here.get(name, "none")
         if name == "model.revision":
             way_out = f"give model.path: {shown(one)}"
