@@ -77,9 +77,12 @@ def order_of_step(data: TokenizedDataset, settings: Training, step: int) -> list
     """The sequences of optimizer step `step`, in the run's global order.
 
     An epoch takes every sequence once, in ceil(n / batch_size) steps, the last with the rest. Its order sorts the
-    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). The same holds for pairs.
+    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). The same holds for pairs, and for examples
+    of any number of sequences, of which a step has all.
     """
     number, batch_size = len(data) // data.rows_per_example, settings.batch_size
+    if data.examples is not None:
+        number = len(data.examples) - 1
     steps_per_epoch = (number + batch_size - 1) // batch_size
     # Another order each epoch, which no earlier epoch has to be drawn for.
     stream = np.random.SeedSequence(settings.seed, spawn_key=(step // steps_per_epoch,))
@@ -87,7 +90,10 @@ def order_of_step(data: TokenizedDataset, settings: Training, step: int) -> list
     # Equal keys are taken in the order of the data.
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
-    return order[first : first + batch_size]
+    chosen = order[first : first + batch_size]
+    if data.examples is None:
+        return chosen
+    return [sequence for one in chosen for sequence in range(data.examples[one], data.examples[one + 1])]
 
 
 def micro_batches(

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.compare import compare_adapters
+from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups, small_base
 from tests.run_files import metrics_of, write_run_file
@@ -40,3 +43,26 @@ def test_rows_made_up_front_train_the_adapter_of_one_process(
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
     found = compare_adapters(tmp_path / "one" / "adapter", tmp_path / "two" / "adapter")
     assert found.relative < 1e-6, found  # files are float32
+
+
+def test_reference_takes_all_sequences_of_the_rows_of_a_step(tmp_path: Path) -> None:
+    file = _file(tmp_path, "own", "")
+    run_and_keep_groups(file, 1)
+    losses = train_alone(file, initial=tmp_path / "own" / "initial", out=tmp_path / "alone")
+    assert [line["loss"] for line in metrics_of(tmp_path / "own") if "loss" in line] == pytest.approx(losses, rel=1e-12)
+    found = compare_adapters(tmp_path / "own" / "adapter", tmp_path / "alone")
+    assert found.relative < 1e-6, found  # files are float32
+
+
+def test_reference_of_another_order_is_refused(tmp_path: Path) -> None:
+    """Of which it would be silently wrong."""
+    file = _file(tmp_path, "own", "")
+    tree = yaml.safe_load(file.read_text())
+    sources = [{"path": tree["data"]["train"], "weight": weight} for weight in (1, 2)]
+    for given, changed in {
+        r"data\.shuffle=false": {"shuffle": False},
+        r"sources of data\.train with weights": {"train": sources, "packing": False},
+    }.items():
+        file.write_text(yaml.safe_dump(tree | {"data": tree["data"] | changed}))
+        with pytest.raises(UnsupportedError, match=f"{given} in reference_run: the reference draws its own order"):
+            train_alone(file, initial=tmp_path, out=tmp_path / "alone")

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError
 from meshlora_judge import reference
 from meshlora_judge.settings import Base, Training
 
@@ -31,7 +32,14 @@ def reference_run(
 
     The sequences are the run's; everything else is transformers, peft and torch. dropouts: configuration fields of the
     model whose dropout stays on.
+
+    Raises:
+        UnsupportedError: the run takes its data in an order that the reference does not draw.
     """
+    given = "sources of data.train with weights" if data.parts else "data.shuffle=false"
+    if data.parts or not config.data.shuffle:
+        rule = "the reference draws its own order, of all examples in each epoch"
+        raise UnsupportedError(f"{given} in reference_run", rule, "leave it out, or compare with a run on one process")
     return reference.reference_run(
         Base(**_values_of(Base, config.model)),
         Training(**_values_of(Training, config.train) | {"steps": steps}),
