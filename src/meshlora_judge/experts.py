@@ -180,6 +180,14 @@ def share_adapters(model: nn.Module) -> None:
                 parametrize.register_parametrization(leaves["default"], "weight", repeated)
 
 
+def unshare_adapters(model: nn.Module) -> None:
+    """Write the repetitions of `share_adapters` out, under PEFT's names."""
+    for _, wrapper in wrappers(model).values():
+        for leaves in (wrapper.lora_A, wrapper.lora_B):
+            if parametrize.is_parametrized(leaves["default"], "weight"):
+                parametrize.remove_parametrizations(leaves["default"], "weight")
+
+
 def plain_names(model: nn.Module) -> dict[str, str]:
     """Path of a wrapper, without PEFT's prefix -> target of its adapter."""
     return {path.removeprefix(PREFIX): name for path, (name, _) in wrappers(model).items()}

@@ -34,7 +34,16 @@ from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_judge.batches import UNTRAINED, MicroBatch, micro_batches_of
 from meshlora_judge.dropout import Masks
-from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora_judge.experts import (
+    PREFIX,
+    ROWS,
+    adapted_stacks,
+    output_side,
+    plain_name,
+    plain_names,
+    share_adapters,
+    unshare_adapters,
+)
 from meshlora_judge.float8 import multiply_in_float8
 from meshlora_judge.formulas.pairs import said
 from meshlora_judge.formulas.policies import entropies, least_entropy
@@ -470,6 +479,7 @@ def reference_run(
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(settings.steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
     losses = train(model, batches, settings, policy)
+    unshare_adapters(model)
     model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
 

@@ -24,6 +24,10 @@ from meshlora_judge.adapter_files.differences import cause_of, differences_from
 from meshlora_judge.adapter_files.reading import open_adapter
 from meshlora_judge.adapter_files.values import expert_major, parts_of, repeats
 from meshlora_judge.adapter_files.verdict import judge_folder
+from meshlora_judge.case import random_tokens
+from meshlora_judge.inputs import write_adapter, write_twin
+from meshlora_judge.reference import reference_run
+from meshlora_judge.settings import Base, Training
 from tests.adapter_folders import CONFIG, LORA, MOE, PREFIX, SMALL, SOUND, STACKS, WEIGHTS, Recipe, Tensors, files, make
 
 # What is said beside "sound", where it is right to say something.
@@ -80,6 +84,20 @@ def test_nothing_is_found_in_what_meshlora_saves(name: str, tmp_path: Path) -> N
         verdict = judge_folder(tmp_path / "adapter", model=base)
         assert verdict.is_sound, verdict.paragraph()
         assert [note.kind for note in verdict.notes] == (["piece"] if name == "pieces" else [])
+
+
+def test_reference_saves_an_adapter_that_experts_share_as_peft_reads_it(tmp_path: Path) -> None:
+    base, start, out = (tmp_path / name for name in ("base", "start", "out"))
+    write_twin(AutoConfig.for_model("qwen3_moe", **SMALL | MOE), base, dtype=torch.float64, seed=0)
+    lora = {"r": 2, "target_modules": ["q_proj"], "target_parameters": STACKS}
+    write_adapter(base, lora, start, seed=0, trust_remote_code=False, share_experts=True)
+    data = random_tokens(num_sequences=4, vocab_size=64, seed=0)
+    settings = Training(steps=1, batch_size=4, micro_batch_size=2, lr=1e-2)
+    reference_run(Base(str(base), dtype="float64"), settings, data, pad_token_id=0, adapter=start, out=out)
+    begun, trained = load_file(start / WEIGHTS), load_file(out / WEIGHTS)
+    assert trained.keys() == begun.keys()
+    assert not any(torch.equal(tensor, begun[key].to(tensor.dtype)) for key, tensor in trained.items())
+    assert judge_folder(out, model=base).is_sound
 
 
 @pytest.fixture(scope="module")
