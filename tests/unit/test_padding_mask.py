@@ -196,3 +196,12 @@ def test_rows_of_a_run_have_no_mask_and_those_of_a_loop_have_theirs() -> None:
     left = tuple(t.flip(1) for t in (batch.input_ids, batch.attention_mask, batch.labels.roll(-1, 1)))
     _, masks = _given(model, lambda: shifted_loss(model, *left, trained=torch.arange(1)))
     assert masks[0] is left[1], "where a loop pads is not known"
+
+
+def test_nobody_looks_for_padding_in_rows_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers would, to warn of it: the host waits for the device, and a record cannot be made of it."""
+    config = twin_config("gpt2", pad_token_id=0)
+    model = meshlora.load(config, lora=LoraConfig(r=4, target_modules=["c_attn"]), dtype="float64")
+    monkeypatch.setattr(Tensor, "__contains__", lambda *_: pytest.fail("the device is read"))
+    with lift():
+        batch_log_probabilities(model, _batch(config.vocab_size))

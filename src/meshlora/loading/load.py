@@ -27,7 +27,7 @@ from meshlora.loading.guards import guard_model
 from meshlora.loading.own_loop import number_tokens, take_labels
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
-from meshlora.model.padding import is_causal
+from meshlora.model.padding import expect_no_mask, is_causal
 from meshlora.model.weights import Source, StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.pairs import check
@@ -163,7 +163,9 @@ def load_blueprint(
     finish_sharding(model, plan, mesh)
     source_of = None if blueprint.source is None else str(blueprint.source)
     model.meshlora = attach.Runtime(plan, mesh, source_of, *cuts, attach.Whole(blueprint.model, whole))
-    model.meshlora.is_causal = is_causal(blueprint.model, whole)
+    if is_causal(blueprint.model, whole):
+        model.meshlora.is_causal = True
+        expect_no_mask(model)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
     take_labels(model)

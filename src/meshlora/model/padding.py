@@ -1,6 +1,6 @@
 """Padding at the end of rows: for which models no mask is needed.
 
-Owns: the rule. Does not own: who pads (`train.collation`), the forward (`train.losses`).
+Owns: the rule, and that nobody warns of it. Does not own: who pads (`train.collation`), the forward (`train.losses`).
 
 A token of a causal model sees none after it, so padding at the end of its row changes nothing for it, with a mask or
 without. A mask `[B, 1, S, S]` would cost: torch's attention has no fused kernel for it on a GPU, and transformers reads
@@ -24,6 +24,9 @@ _SEE_ALL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (True, "all"),
 }
 
+# Of some families (gpt2, openai-gpt, roformer) each forward calls it, and it reads the device for a warning.
+_LOOKS = "warn_if_padding_and_no_attention_mask"
+
 
 def is_causal(model: Any, plan: ModelPlan) -> bool:
     """Whether no token of `model`, of a family proved causal, sees a later one, as its configuration can say. plan: of
@@ -39,6 +42,17 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
         if plan.is_text(name) and getattr(module, "is_causal", True) is False:
             return False
     return True
+
+
+def expect_no_mask(model: Any) -> None:
+    """Let models of transformers within `model` not look for padding in rows without a mask: the host would wait."""
+    for module in model.modules():
+        if hasattr(module, _LOOKS):
+            setattr(module, _LOOKS, _nothing)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def leaves_mask(plan: ModelPlan) -> bool:
