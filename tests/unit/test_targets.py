@@ -103,6 +103,20 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
     return list(targets), trained_parameters(model, plan, config, targets)
 
 
+@pytest.mark.parametrize(
+    ("family", "end", "other"), [("jamba", "mamba.dt_proj", "q_proj"), ("pegasus", "encoder_attn.k_proj", "fc1")]
+)
+def test_adapters_that_no_gradient_reaches_are_refused_with_the_way_out(family: str, end: str, other: str) -> None:
+    """They would end the first step."""
+    given, leaf = end.split(".")
+    with pytest.raises(UserError, match=rf"no gradient reaches it; name it in exclude_modules: \[{given}\.{leaf}\]"):
+        _resolved(family, target_modules=[leaf])
+    assert not [name for name in _resolved(family, target_modules="all-linear")[0] if name.endswith(f".{end}")]
+    left, _ = _resolved(family, target_modules=[leaf, other], exclude_modules=[end])
+    assert left
+    assert not [name for name in left if name.endswith(f".{end}")]
+
+
 @for_each(
     ("options", "words"),
     [

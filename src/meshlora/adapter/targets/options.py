@@ -24,6 +24,7 @@ from meshlora_ground.limits import OutOfTimeError, time_limit
 _LARGEST_RANK, _LARGEST_ALPHA = 2**16, 1e9
 # Sane patterns take milliseconds for all names.
 _SECONDS = 1.0
+_OF_ENCODER = re.compile(r"\.decoder\.layers\.\d+\.(encoder|cross)_attn\.")
 # PEFT's regular expression, {} being the option's text; the first two, unless lists of names, match in full.
 _FORMS = {
     "target_modules": "{}",
@@ -199,9 +200,15 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
-def only_chooses(module: str) -> bool:
-    """Whether `module` is of an indexer, which only chooses what an attention sees: no gradient comes back."""
-    return ".indexer." in module
+def why_no_gradient(plan: ModelPlan, module: str) -> str | None:
+    """Why no gradient reaches an adapter on `module`; None: one does, as far as is known before a step."""
+    if ".indexer." in module:
+        return "an indexer only chooses what attention sees, by top-k: no gradient reaches it"
+    if not plan.encoder and _OF_ENCODER.search(module):
+        return "it attends to the states of an encoder, and this decoder runs alone: no gradient reaches it"
+    if plan.model_type == "jamba" and module.endswith(".dt_proj"):
+        return "the model multiplies by its weight itself, past the adapter: no gradient reaches it"
+    return None
 
 
 def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:

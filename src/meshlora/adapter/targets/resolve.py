@@ -152,7 +152,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     matched = [name for name in names if check_target_module_exists(config, name)]
     if strict:  # a file's keys decide
         matched = [name for name in matched if options.is_open(plan, config, name)]
-        _check_gradients(matched)
+        _check_gradients(plan, matched)
     for name in matched:
         _check_module(model, plan, config, name)
     by_weight: list[str] = []
@@ -203,14 +203,14 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
     check(asked)
 
 
-def _check_gradients(matched: list[str]) -> None:
+def _check_gradients(plan: ModelPlan, matched: list[str]) -> None:
     """Refuse targets that would stay as they are; "all-linear" leaves them out."""
-    for name in matched:
-        if options.only_chooses(name):
-            rule = "an indexer only chooses what attention sees, by top-k: no gradient reaches it"
-            leaf = name.rpartition(".indexer.")[2]
-            way_out = f"name it in exclude_modules: [indexer.{leaf}]"
-            raise UserError(f"target_modules matches {name}", rule, way_out)
+    reasons = {name: options.why_no_gradient(plan, name) for name in matched}
+    unreached = [name for name in matched if reasons[name] is not None]
+    if unreached:
+        ends = dict.fromkeys(".".join(name.split(".")[-2:]) for name in unreached)
+        way_out = f"name it in exclude_modules: [{', '.join(ends)}]"
+        raise UserError(f"target_modules matches {unreached[0]}", str(reasons[unreached[0]]), way_out)
 
 
 def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
@@ -269,12 +269,12 @@ def _check_size(targets: Mapping[str, Target]) -> None:
 def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[str] | str:
     """`target_modules` with its shorthands expanded."""
     given = config.target_modules
-    if given == "all-linear":  # routers are frozen unless named, and indexers get no gradient
+    if given == "all-linear":  # routers are frozen unless named
         output = model.get_output_embeddings()
         # By the module, not `plan.head`, which is "" of a head that is no linear.
         heads = {name for name, module in model.named_modules() if module is output}
         names = plan.linears.keys() - heads - plan.routers
-        names = {name for name in names if not options.only_chooses(name)}
+        names = {name for name in names if options.why_no_gradient(plan, name) is None}
         return {name for name in names if options.is_open(plan, config, name) and not plan.is_of_head(name)}
     if isinstance(given, str):
         return given
