@@ -144,6 +144,21 @@ def test_dora_on_a_linear_that_is_named_as_a_parameter_is_refused(modules: list[
     assert _experts("qwen3_moe", target_parameters=["q_proj.weight"])
 
 
+def test_a_start_of_a_linear_that_peft_takes_for_experts_is_refused_by_what_was_given() -> None:
+    """Its file names it in target_parameters, which nobody gave, and could not be read again."""
+    config = twin_config("qwen3_moe")
+    assert config.mlp_only_layers
+    words = r"init_lora_weights='orthogonal' with an adapter on model\.layers\.0\.mlp\.\w+: .* a word for experts"
+    with pytest.raises(UnsupportedError, match=words):
+        _targets(config, target_modules="all-linear", init_lora_weights="orthogonal")
+    assert _targets(config, target_modules=["q_proj"], init_lora_weights="orthogonal")
+
+
+def test_lora_bias_on_experts_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="lora_bias with an adapter on model"):
+        _experts(target_modules=["q_proj"], target_parameters=["experts.down_proj"], lora_bias=True)
+
+
 def test_transposed_linear_that_is_named_as_a_parameter_is_refused() -> None:
     """Its fan_in_fan_out=True PEFT refuses for a parameter."""
     config = GPT2Config(n_embd=64, n_layer=1, n_head=4)

@@ -215,6 +215,10 @@ REFUSED: tuple[Refused, ...] = (
         "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
         "leave out use_dora, or this target",
     ),
+    _refused(F.OF_LINEARS, F.RENAMED)(
+        "PEFT reads this name as a word for experts, and what it can read instead begins otherwise",
+        "use init_lora_weights: true, or leave out this target",
+    ),
     _refused({F.DORA, F.OF_LINEARS}, F.BY_WEIGHT)(
         "PEFT has none for a parameter", "name it in target_modules, and only there"
     ),

@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.adapter.targets.pieces import with_pieces
+from meshlora.adapter.targets.resolve import KINDS
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.compat.peft_targets import rewrite_targets
@@ -190,7 +191,7 @@ def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Colle
 def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
     """Refuse options that experts, routers, and linears targeted as parameters cannot have. Raises: UnsupportedError:
     DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts."""
-    asked: dict[str, Any] = {"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights}
+    asked: dict[str, Any] = {option: getattr(config, option) for option in KINDS}
     has_experts, transposed = False, ""
     for name in matched:
         has_experts = has_experts or name in plan.projections
