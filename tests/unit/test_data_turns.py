@@ -111,9 +111,15 @@ def test_stop_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
 def test_a_stop_config_that_is_none_is_one_message(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(chat_template=UNMARKED)
     tokenizer.name_or_path = str(tmp_path)
-    (tmp_path / "generation_config.json").write_text("[")
-    with pytest.raises(UserError, match=r"generation_config.json: it is not a readable JSON file"):
-        stop_tokens(tokenizer)
+    for text, said in {
+        "[": ": it is not a readable JSON file",
+        "[1, 2]": ": it must be a JSON object",
+        '{"eos_token_id": "</s>"}': ": eos_token_id='</s>': it is a token's number, or a list of numbers",
+        '{"eos_token_id": [0, true]}': r": eos_token_id=\[0, True\]: it is a token's number, or a list of numbers",
+    }.items():
+        (tmp_path / "generation_config.json").write_text(text)
+        with pytest.raises(UserError, match=f"generation_config.json{said}"):
+            stop_tokens(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -338,9 +338,13 @@ def _ids_of_generation(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     folder = Path(name)
     files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
     found = read_json(files[0]) if files else {}
-    given = found.get("eos_token_id") if isinstance(found, dict) else None
-    ids = given if isinstance(given, list) else [given]
-    return [*(each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0), *added]
+    if not isinstance(found, dict):
+        raise UserError(f"{files[0]}", "it must be a JSON object", "copy the file again")
+    given = found.get("eos_token_id")
+    ids = [] if given is None else given if isinstance(given, list) else [given]
+    if not all(type(each) is int for each in ids):  # a bool is none
+        raise UserError(f"{files[0]}: eos_token_id={given!r:.60}", "it is a token's number, or a list of numbers")
+    return [*(each for each in ids if each >= 0), *added]
 
 
 def _rendered(
