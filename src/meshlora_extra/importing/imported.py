@@ -50,7 +50,10 @@ def imported(
     given.pop("num_processes", None)
     draft = Draft(dataclasses.replace(recipe, given=given), count)
     for each in found.files:
-        draft.say(f"{each} is read beside it" + ("" if each.endswith("dataset_info.json") else ": its numbers win"))
+        if not each.endswith("dataset_info.json"):
+            draft.say(f"{each} is read beside it: its numbers win")
+        elif recipe.trainer.name == "LLaMA-Factory":  # no other reads it
+            draft.say(f"{each} is read beside it")
     RULES[recipe.trainer.name](draft, found)
     take_the_rest(draft)
     settle_adapter(draft)
