@@ -124,6 +124,7 @@ def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *,
     objective.configure(config)
     with torch.device("meta"):
         base = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        lora.base_model_name_or_path = None  # else PEFT warns where it is another path of the same folder
         return get_peft_model(base, lora)
 
 
