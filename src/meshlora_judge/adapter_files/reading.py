@@ -78,7 +78,8 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
             raise MeshloraError(f"{folder}: cannot be what was trained. {file.name} holds no tensor; {way}.")
         names = names_of(keys, config, there)
         if config is None and not any(part.side for part in names.parts):
-            raise UserError(f"{file}", f"none of its {len(keys):,} tensors is a factor of LoRA in a layout known here")
+            rule = f"none of its {len(keys):,} tensors is a factor of LoRA in a layout known here"
+            raise UserError(f"{file}", rule, "give the folder that an adapter, not a model, was saved in")
         if config is None and names.is_peft:
             raise UserError(f"{folder / CONFIG}", "the file is missing", "PEFT writes it beside the tensors")
         yield Adapter(folder, file, config or {}, own, names, read)
