@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("gpu", "gpu_kernels", "gpu_machine", "gpu_ranks", "gpu_shapes", "processes", "table")
+SCRIPTS = ("gpu", "gpu_kernels", "gpu_machine", "gpu_ranks", "gpu_shapes", "gpu_systems", "processes", "table")
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +25,11 @@ def gpu() -> Iterator[ModuleType]:
         yield gpu
         for name in SCRIPTS:
             patch.delitem(sys.modules, name)
+
+
+@pytest.fixture
+def gpu_systems(gpu: ModuleType) -> ModuleType:
+    return sys.modules[gpu.System.__module__]
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(gpu: ModuleType) -> None:
@@ -63,7 +68,7 @@ def test_packed_rows_fill_the_row_and_no_label_crosses_a_border(gpu: ModuleType)
     assert (packed.position_ids[:, (last + 1)[:-1]] == 0).all()
 
 
-def test_what_a_peer_changes_in_transformers_holds_in_its_turns_only(gpu: ModuleType) -> None:
+def test_what_a_peer_changes_in_transformers_holds_in_its_turns_only(gpu: ModuleType, gpu_systems: ModuleType) -> None:
     module = ModuleType("modeling")
     module.norm = "theirs"  # type: ignore[attr-defined]
 
@@ -71,7 +76,7 @@ def test_what_a_peer_changes_in_transformers_holds_in_its_turns_only(gpu: Module
         module.norm = "fast"  # type: ignore[attr-defined]
         module.extra = "new"  # type: ignore[attr-defined]
 
-    patch = gpu.ModulePatch(module, apply)
+    patch = gpu_systems.ModulePatch(module, apply)
     assert module.norm == "theirs"
     assert not hasattr(module, "extra")
     with patch.applied():
@@ -107,15 +112,15 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
 
 
 def test_a_replay_is_compared_and_an_input_without_a_record_ends_no_other(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: ModuleType, gpu_systems: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, cpu = gpu.tiny(gpu.real_shapes()[1]), torch.device("cpu")
     bench = gpu.Bench(shape, gpu.Machine(cpu), torch.bfloat16, tmp_path, "eager")
-    bench.build((gpu.OURS, gpu.OF_RECORDS[-1]))
+    bench.build((gpu_systems.OURS, gpu_systems.OF_RECORDS[-1]))
     eager, recorded = bench.candidates.values()
     one, packed = gpu.inputs_of(shape, cpu)
-    replays, replay = list[int](), gpu.Graphs._replay
-    monkeypatch.setattr(gpu.Graphs, "_replay", lambda *given: replays.append(1) or replay(*given))
+    replays, replay = list[int](), gpu_systems.Graphs._replay
+    monkeypatch.setattr(gpu_systems.Graphs, "_replay", lambda *given: replays.append(1) or replay(*given))
     wanted, gradients = bench._first_gradients(eager, one)
     loss, found = bench._first_gradients(recorded, one)
     assert len(replays) == 2, "the first is compared with an eager step, the second with PEFT"
@@ -134,17 +139,19 @@ def test_a_replay_is_compared_and_an_input_without_a_record_ends_no_other(
     assert len(recorded.graphs["one sequence"]._records) == 1
 
 
-def test_what_no_gpu_has_run_yet_takes_no_number_of_another_away(gpu: ModuleType, tmp_path: Path) -> None:
+def test_what_no_gpu_has_run_yet_takes_no_number_of_another_away(
+    gpu: ModuleType, gpu_systems: ModuleType, tmp_path: Path
+) -> None:
     shape = gpu.tiny(gpu.real_shapes()[0])
     bench = gpu.Bench(shape, gpu.Machine(torch.device("cpu")), torch.bfloat16, tmp_path, "eager")
 
     def fails() -> None:
         raise gpu.ParityError("the loss", 1.0, 0.1)
 
-    for system in (gpu.RECORDED, gpu.FUSED, gpu.FLOAT8):
+    for system in (gpu_systems.RECORDED, gpu_systems.FUSED, gpu_systems.FLOAT8):
         assert bench._attempt(system, fails) == []
         assert bench.left_out[system.name].startswith("ParityError: ")
-    for system in (gpu.OURS, gpu.OURS_LIGER, gpu.KEPT, gpu.PEER):
+    for system in (gpu_systems.OURS, gpu_systems.OURS_LIGER, gpu_systems.KEPT, gpu_systems.PEER):
         with pytest.raises(gpu.ParityError):
             bench._attempt(system, fails)
 
@@ -167,7 +174,7 @@ def test_bases_in_few_bits_are_measured_beside_qlora(
 
 
 def test_in_bf16_each_side_is_held_against_fp32_and_not_against_the_other(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+    gpu: ModuleType, gpu_systems: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 layers of random weights make of two roundings a tenth: each is right, and they differ by more than that."""
     exact = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
@@ -177,7 +184,7 @@ def test_in_bf16_each_side_is_held_against_fp32_and_not_against_the_other(
 
     def off(own: torch.Tensor, loss: float = 10.0) -> float:
         monkeypatch.setattr(bench, "_first_gradients", lambda *_: (loss, {"a": own}))
-        candidate = gpu.Candidate(gpu.OURS, torch.nn.Linear(1, 1), torch.bfloat16)
+        candidate = gpu_systems.Candidate(gpu_systems.OURS, torch.nn.Linear(1, 1), torch.bfloat16)
         (inputs, _) = gpu.inputs_of(bench.shape, torch.device("cpu"))
         found: float = bench._difference(candidate, inputs, (10.0, {"a": exact}), rounded)
         return found
@@ -203,11 +210,11 @@ def test_time_in_which_kernels_overlap_counts_once_and_copies_are_no_arithmetic(
 
 @pytest.mark.long
 def test_a_wrong_adapter_ends_the_benchmark(
-    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gpu: ModuleType, gpu_systems: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    right = gpu.finish_gradients_on_device
+    right = gpu_systems.finish_gradients_on_device
     monkeypatch.setattr(
-        gpu, "finish_gradients_on_device", lambda mesh, factors, own: right(mesh, factors, [own[0] + 1])
+        gpu_systems, "finish_gradients_on_device", lambda mesh, factors, own: right(mesh, factors, [own[0] + 1])
     )
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", "--dry-run", "--no-compile", "--shape", "1b"])
     assert gpu.main() == 1
